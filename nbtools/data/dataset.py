@@ -112,8 +112,7 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
         say("images are resized to {} × {} by resize={!r}; the choices are {}".format(*resize, ", ".join(RESIZES)))
     form = items.forms[TARGET] if items.kind == "values" else Form("none")
     if TARGET not in {*items.pictures, *items.marked} and (len(form.shape) > 1 or form.shape[-1:] in ((2,), (4,))):
-        fix = "points='target' moves points and boxes, and masks are moved as PIL images"
-        say(f"the target {form.column} is left as it is: {fix}")
+        say(f"the target {form.column} is left as it is: points='target' moves points or boxes, PIL images are masks")
 
 
 def size_of(size: Any, resize: str | None) -> list[int] | None:
@@ -284,8 +283,7 @@ def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) 
         say(f"columns without a name are left out: {', '.join(unnamed)}; inputs=[…] takes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
-        came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
-        raise PackError(f"inputs and target must be separate columns, got {came}; choose with inputs=[…]")
+        raise PackError(f"inputs and target must be separate columns, got {inputs} and {goals}; choose with inputs=[…]")
     return goals, inputs
 
 

@@ -137,8 +137,7 @@ def mount() -> Path:
             drive.mount(str(MOUNT), force_remount=True)  # the folder that a lost mount leaves counts as mounted
             return place
     except ImportError:
-        fix = "Set NBTOOLS_DRIVE to a folder to use instead"
-        raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
+        raise StageError("drive: is Colab's Drive. Elsewhere, set NBTOOLS_DRIVE to a folder to use instead.") from None
     except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
         if not (_declined := type(error).__name__ == "MessageError"):  # the browser's answer: access is not granted
             reason = f"Drive is not mounted: {type(error).__name__}: {error}"

@@ -130,8 +130,7 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
 def numeric(name: str, value: Any) -> np.ndarray:
     """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
     if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
-        fix = "give each a place of its own, as in (a, b, label) with target=2"  # or are they to be stacked?
-        raise PackError("several", f"{name} must be one array", fix)
+        raise PackError("several", f"{name} must be one array", "give each a place of its own: (a, b, label), target=2")
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
@@ -215,9 +214,8 @@ class Form:
         array = numeric(name, value)
         if self.layout == "hwc" and array.ndim == 2:
             array = np.stack([array] * 3, -1)  # a grey one among colours
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            came = "nan" if np.isnan(array).any() else "inf"
-            raise PackError(came, f"all numbers in {name} must be finite", "replace it, or leave the item out")
+        if array.dtype.kind == "f" and len(odd := array[~np.isfinite(array)]):
+            raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
         made = array.astype(self.dtype, copy=False)
         exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
         exact = made.dtype.kind == array.dtype.kind if self.layout else exact

@@ -104,8 +104,7 @@ class Items:
         if options.text:  # predictions find it by name
             self.text = f"{getattr(options.text, '__module__', '')}:{getattr(options.text, '__qualname__', '<none>')}"
             if "<" in self.text or "." in self.text.partition(":")[2]:
-                rule = "text must be a function of a module, which predictions find by name"
-                raise PackError(f"{rule}, got {options.text!r}")
+                raise PackError(f"text must be a function of a module, which is kept by name, got {options.text!r}")
         first: dict[Any, Any] = {}  # where none can be read, `look` says it
         for i in self.looked:
             with suppress(Exception):
@@ -154,8 +153,7 @@ class Items:
         """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
         values = self.values(i, None if {*columns} == self.forms.keys() else columns) if columns else {}
         if values.keys() != {*columns}:
-            rule = f"an item must have {', '.join(columns)}, like the others"
-            raise PackError(", ".join(values), rule, "make it match, or leave it out")
+            raise PackError(", ".join(values), f"an item must have {', '.join(columns)}, like the others", FIX)
         return {name: self.forms[name].fit(name, values[name]) for name in columns}
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
@@ -204,14 +202,13 @@ class Items:
 
     def card_options(self) -> dict[str, Any]:
         """Return what the card keeps, as JSON does."""
-        ends = {name: POINTS[self.forms[name].column.shape[-1]] for name in self.marked}
         options = {
             "inputs": [name for name in self.forms if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
             "forms": {name: vars(form) | {"names": ()} for name, form in self.forms.items()},  # the card has them
             "resize": self.resize,
-            "points": {name: [*self.images, end] for name, end in ends.items()},
+            "points": {name: [*self.images, POINTS[self.forms[name].column.shape[-1]]] for name in self.marked},
             "text": self.text,
             "columns": self.options.columns,
             **({} if self.options.store else {"stored": False}),
@@ -275,8 +272,8 @@ class Items:
             else:
                 array = (np.concatenate if form.ragged else np.stack)([sample[name] for sample in read])
                 rows = np.ones(len(array), bool)
-            given = form.layout and name != TARGET and self.options.mean
-            moments = (self.options.mean, self.options.std) if given else forms.moments_of(form, array, rows)
+            given = (self.options.mean, self.options.std) if name in self.images and self.options.mean else None
+            moments = given or forms.moments_of(form, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
 
