@@ -112,7 +112,8 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
         say("images are resized to {} × {} by resize={!r}; the choices are {}".format(*resize, ", ".join(RESIZES)))
     form = items.forms[TARGET] if items.kind == "values" else Form("none")
     if TARGET not in {*items.pictures, *items.marked} and (len(form.shape) > 1 or form.shape[-1:] in ((2,), (4,))):
-        say(f"the target {form.column} is left as it is: points='target' moves points or boxes, PIL images are masks")
+        fix = "points='target' moves points and boxes, and masks are moved as PIL images"
+        say(f"the target {form.column} is left as it is: {fix}")
 
 
 def size_of(size: Any, resize: str | None) -> list[int] | None:
