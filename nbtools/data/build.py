@@ -5,8 +5,6 @@ A task says what its samples are (`survey`) and how to read one (`read`). Proces
 arrays. What cannot be used is listed in one table, never dropped silently.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -148,9 +146,6 @@ def open_pack(folder: Path, task: str, test: float = 0, **asked: Any) -> Pack:
     return pack
 
 
-# -- samples
-
-
 def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
     """Return a sample with its label. Raises PackError(value, rule, fix) for a file that cannot be used."""
     entry = survey.entries[i]
@@ -185,9 +180,6 @@ class RawFiles(Dataset):
         return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
 
 
-# -- blocks of samples
-
-
 def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
     """Read all entries into files of a folder, but for those that an interrupted call left; return these in order."""
     count = len(survey.entries)
@@ -206,7 +198,7 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
     facts: dict[str, Any] = {"kept": [], "bad": [], "classes": [], "columns": None, "lengths": {}}
     rows = dict[str, list[np.ndarray]]()
     for i in block:
-        name = survey.entries[i].name
+        name, own = survey.entries[i].name, dict[str, Column]()
         try:
             made = {**sample(i)}
         except PackError as error:
@@ -216,15 +208,13 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
             continue
         facts["kept"].append(i)
         facts["classes"] += [str(made.pop(survey.named))] if survey.named else []
-        own = dict[str, Column]()
         for column, value in made.items():
             array, ragged = np.asarray(value, order="C"), column in survey.ragged
-            rows.setdefault(column, []).append(array)
+            rows.setdefault(column, []).append(array if ragged else array[None])
             own[column] = Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[ragged:])
         facts["columns"] = require_alike(name, own, facts["columns"])
-    ragged = [name for name in rows if name in survey.ragged]
-    facts["lengths"] = {name: [*map(len, rows[name])] for name in ragged}
-    joined: Any = {f"{name}.array": (np.concatenate if name in ragged else np.stack)(rows[name]) for name in rows}
+    facts["lengths"] = {name: [*map(len, arrays)] for name, arrays in rows.items()}
+    joined: Any = {f"{name}.array": np.concatenate(arrays) for name, arrays in rows.items()}
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
         np.savez(file, facts=np.array(json.dumps(facts, default=vars)), **joined)
@@ -240,10 +230,7 @@ def is_whole(block: Path) -> bool:
 
 
 def require_alike(name: str, own: dict[str, Column], first: dict[str, Column] | None) -> dict[str, Column]:
-    """Return the first sample's columns; raise PackError unless another has the same, in any order, of plain dtypes."""
-    for column, dtype in ((column, np.dtype(one.dtype)) for column, one in own.items()):
-        if dtype.kind not in "biuf":
-            raise PackError(f"{column}: a pack can hold numbers and booleans only, got {dtype}; store class indices")
+    """Return the first sample's columns; raise PackError unless another has the same, in any order."""
     if first is not None and own != first:
         came, before = (", ".join(f"{name} {c}" for name, c in each.items()) for each in (own, first))
         raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
@@ -256,29 +243,25 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     columns, under names that neither the pack nor a batch needs."""
     every = [json.loads(str(np.load(path)["facts"])) for path in blocks]
     joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
-    columns = None
-    for facts in (facts for facts in every if facts["kept"]):
+    filled, columns = [(path, facts) for path, facts in zip(blocks, every, strict=True) if facts["kept"]], None
+    for _, facts in filled:
         columns = require_alike(survey.entries[facts["kept"][0]].name, columns_of(facts["columns"]), columns)
-    joined["columns"] = columns or {}
-    ragged = [name for name, column in joined["columns"].items() if column.kind == "ragged"]
+    joined["columns"] = columns = columns or {}
+    ragged = [name for name, column in columns.items() if column.kind == "ragged"]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
-    if taken := sorted(reserved & joined["columns"].keys()):
+    if taken := sorted(reserved & columns.keys()):
         fix = "rename it in the source, or choose others with inputs=[…]"
         raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; {fix}")
-    for name, column in joined["columns"].items():
-        lengths = [length for facts in every for length in facts["lengths"].get(name, ())]
+    for name, column in columns.items():
+        lengths = [length for _, facts in filled for length in facts["lengths"][name]]
         if name in ragged:
             np.save(folder / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
         with open(folder / f"{name}.npy", "xb", 1 << 20) as file:
-            shape = (sum(lengths) if name in ragged else len(joined["kept"]), *column.shape)
-            header = {"descr": column.dtype, "fortran_order": False, "shape": shape}
+            header = {"descr": column.dtype, "fortran_order": False, "shape": (sum(lengths), *column.shape)}
             np.lib.format.write_array_header_1_0(file, header)
-            for path in (path for path, facts in zip(blocks, every, strict=True) if facts["kept"]):
+            for path, _ in filled:
                 file.write(np.load(path)[f"{name}.array"].data)
     return joined
-
-
-# -- what all samples together decide
 
 
 def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Made, draw: Draw) -> None:
@@ -288,8 +271,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
     if not entries:
         reason = "no samples found; is this the right folder?"
         if bad:
-            reason = "0 of {} can be used. The first: {}: {}, got {}; {}"
-            reason = reason.format(plural(len(bad), "file"), *(bad[0][k] for k in (0, 2, 1, 3)))
+            reason = f"0 of {plural(len(bad), 'file')} can be used. The first: {bad[0][0]}: {PackError(*bad[0][1:])}"
         raise PackError(f"{made['source']}: {reason}", entry="Keys, columns and paths")
     numbers = all(name.removeprefix("-").isdecimal() for name in joined["classes"])  # of which 10 follows 9
     classes = [*survey.classes] or sorted({*joined["classes"]}, key=lambda name: (int(name) if numbers else 0, name))

@@ -4,8 +4,6 @@ Folders of images by class and tables are lists of items: dicts by column, with 
 What a folder is follows from the images that it holds: hidden ones and those in __MACOSX do not count.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -128,9 +126,6 @@ def size_of(size: Any, resize: str | None) -> list[int] | None:
     return pair or None
 
 
-# -- what is given
-
-
 def divide(data: Any, train: Any, val: Any, test: Any) -> tuple[dict[str | None, Any], float, float]:
     """Return split → its data, None: of data yet to be divided; and the shares of val and test that are drawn."""
     if (data is None) == (train is None):
@@ -190,9 +185,6 @@ def list_items(data: Any) -> Any:
     raise PackError(f"data must be a Dataset with __getitem__ and __len__, got {type(data).__name__}; {fix}")
 
 
-# -- folders
-
-
 def split_word(name: str) -> str | None:
     """Return train, val or test if a name has it as a word, also as training_set, valid, testing, seg_test."""
     match = SPLIT.search(name)
@@ -245,16 +237,13 @@ def descend(names: list[str], place: str) -> str:
     return descend(names, f"{place}{folders[0]}/") if deep and len(folders) == 1 else place
 
 
-# -- tables
-
-
 def is_table(data: Any) -> bool:
     """Return whether data are a DataFrame, or the path of a CSV file."""
     path = isinstance(data, str | Path) and str(data).lower().endswith((".csv", ".tsv")) and "://" not in str(data)
     return path or hasattr(data, "select_dtypes")
 
 
-def read_table(data: Any, named: Collection[Any] = ()) -> pd.DataFrame:
+def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
     """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line. named:
     columns of classes, groups and files, in which 01 is not 1, and a gap turns no whole number into a float."""
     import pandas as pd
@@ -283,7 +272,7 @@ def read_table(data: Any, named: Collection[Any] = ()) -> pd.DataFrame:
     return data.rename(columns=str)
 
 
-def roles_of(frame: pd.DataFrame, options: Any, besides: Any, progress: bool) -> tuple[list[str], list[str]]:
+def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) -> tuple[list[str], list[str]]:
     """Return the columns of the target, and of inputs: by default the image, without one all others, but for pandas'
     unnamed ones, as is said. Raises PackError where there is no single reading."""
     target = target_of(dict(frame), *options.key)
@@ -295,12 +284,11 @@ def roles_of(frame: pd.DataFrame, options: Any, besides: Any, progress: bool) ->
         say(f"columns without a name are left out: {', '.join(unnamed)}; inputs=[…] takes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
-        came = f"inputs {', '.join(inputs) or 'none'} and target {', '.join(goals) or 'none'}"
-        raise PackError(f"inputs and target must be separate columns, got {came}; choose with inputs=[…]")
+        raise PackError(f"inputs and target must be separate columns, got {inputs} and {goals}; choose with inputs=[…]")
     return goals, inputs
 
 
-def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> list[Any]:
+def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> list[Any]:
     """Return the rows as items: numbers are one array, `x`; the file in the column `image`, in root, is the image;
     texts are columns of their own; `sep` divides a target into labels. Raises PackError for other columns."""
     if absent := [name for name in (*goals, *inputs) if name not in frame]:
@@ -330,9 +318,6 @@ def rows_of(frame: pd.DataFrame, goals: Sequence[str], inputs: Sequence[str], op
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-# -- items to predict
 
 
 def options_like(card: Card) -> dict[str, Any]:

@@ -5,8 +5,6 @@ The n-th number of a sample is a hash of (seed, epoch, sample id, n) in whole-nu
 bits on CPU and GPU: PCG's output permutation RXS-M-XS 32 (O'Neill 2014), chained (Jarzynski & Olano 2020). B samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache

@@ -4,8 +4,6 @@ A raw batch is a dict of tensors: a fixed column (B, *shape); a ragged one zero-
 `<column>_length` (B,); and `id` (B,) int64, the sample ids. B samples, L at least the longest of the batch.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import signal
@@ -158,10 +156,7 @@ class Resident(Feed):
 
 class Streamed(Feed):
     """A thread gathers batches from the memory map ahead of training; on CUDA it sends them through pinned memory on a
-    stream of their own, so that neither the gather nor the copy waits in the step.
-
-    The pinned memory belongs to the call, since an evaluation within an epoch would refill what the epoch still copies.
-    """
+    stream of their own, so that neither the gather nor the copy waits in the step."""
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         super().__init__(pack, device, plan)
@@ -169,8 +164,8 @@ class Streamed(Feed):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
-        pool, pinned = ThreadPoolExecutor(1, "nbtools-feed"), dict[str, Tensor]()
-        coming = (pool.submit(self.fetch, ids, pinned) for ids in batches)
+        pool = ThreadPoolExecutor(1, "nbtools-feed")
+        coming = (pool.submit(self.fetch, ids) for ids in batches)
         try:
             begun = deque(islice(coming, self.plan.prefetch + 1))
             while begun:
@@ -185,18 +180,14 @@ class Streamed(Feed):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # not the gather under way: a disk may not answer
 
-    def fetch(self, ids: np.ndarray, pinned: dict[str, Tensor]) -> tuple[Raw, Any]:
+    def fetch(self, ids: np.ndarray) -> tuple[Raw, Any]:
         """Return a batch on the device, and the event after which it is there."""
         raw = next(self.host([ids]))
         if self.stream is None:
             return on(self.device, raw), None
-        self.stream.record_event().synchronize()  # the last copy has left the pinned memory; the stream's own warns
-        with torch.cuda.stream(self.stream):
-            for name, tensor in raw.items():
-                if name not in pinned or pinned[name].numel() < tensor.numel():
-                    pinned[name] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-                raw[name] = pinned[name][: tensor.numel()].view(tensor.shape).copy_(tensor)
-            return on(self.device, raw), self.stream.record_event()
+        with torch.cuda.stream(self.stream):  # torch uses pinned memory again, but not before its copy is over
+            pinned = {name: tensor.pin_memory() for name, tensor in raw.items()}
+            return on(self.device, pinned), self.stream.record_event()
 
 
 class Workers(Feed):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from threading import current_thread, main_thread
 from typing import TypeVar
 from urllib.parse import parse_qs, urljoin, urlsplit
@@ -52,11 +52,8 @@ def local(text: str) -> Path:
     """Return the absolute path, below Drive or not, whether it exists or not."""
     if not text.startswith("drive:"):
         return Path(text).expanduser().absolute()
-    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
-    if ".." in inside.parts:
-        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
     folder = os.environ.get("NBTOOLS_DRIVE")
-    return (Path(folder).absolute() if folder else mount()) / inside
+    return (Path(folder).absolute() if folder else mount()) / text.removeprefix("drive:").lstrip("/")
 
 
 def drive_path(path: str | Path) -> Path:
@@ -126,9 +123,6 @@ def retry(act: Callable[[], T], place: Path, progress: Callable[[], object] = in
         remount(place)
 
 
-# -- Colab's mount
-
-
 def mount() -> Path:
     """Return Colab's My Drive; it is mounted first, which asks for access. Raises DriveRefused, StageError."""
     global _declined
@@ -143,8 +137,7 @@ def mount() -> Path:
             drive.mount(str(MOUNT), force_remount=True)  # the folder that a lost mount leaves counts as mounted
             return place
     except ImportError:
-        fix = "Set NBTOOLS_DRIVE to a folder to use instead"
-        raise StageError(f"drive: is Colab's Drive, and this is not Colab. {fix}.") from None
+        raise StageError("drive: is Colab's Drive. Elsewhere, set NBTOOLS_DRIVE to a folder to use instead.") from None
     except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
         if not (_declined := type(error).__name__ == "MessageError"):  # the browser's answer: access is not granted
             reason = f"Drive is not mounted: {type(error).__name__}: {error}"
@@ -176,9 +169,6 @@ def release_runtime() -> None:
         fix = "Check the kept folder on Drive, then choose Runtime, Disconnect and delete runtime"
         raise StageError(f"The machine is kept: Drive could not be flushed ({error}). {fix}.") from None
     runtime.unassign()
-
-
-# -- files, by way of a `.part`
 
 
 @dataclass(frozen=True)
@@ -270,9 +260,6 @@ def files_in(path: Path) -> dict[str, File]:
     return {name: File(path / name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(seen.items())}
 
 
-# -- addresses
-
-
 def probe(url: str) -> File:
     """Return what a server announces about a file, and the text of a web page. Raises StageError."""
 
@@ -326,9 +313,6 @@ def about_page(page: str, forbidden: bool = False) -> str:
     elif forbidden or re.search(r"(?i)accounts\.google\.com/|<input[^>]*\btype=[\"']?(?:password|email)\b", page):
         why = f"you have no permission for this file; its owner must share it: {SHARE}"
     return f"a web page ({text!r}) arrived instead of an archive: {why}"
-
-
-# -- links to Google Drive
 
 
 def drive_address(link: str) -> str:

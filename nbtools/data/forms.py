@@ -3,8 +3,6 @@
 A pack holds uint8, whole numbers, booleans and float32: other floats become float32.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import struct
@@ -40,15 +38,12 @@ FIX = "correct it, or leave it out"
 Resize = Sequence[Any] | None  # (height, width, how)
 
 
-# -- images
-
-
 def is_image(value: Any) -> bool:
     """Return whether it is a PIL image, of which nothing else has the bands; Pillow is slow to import."""
     return hasattr(value, "getbands")
 
 
-def open_image(source: Any, side: int = 0) -> Image.Image:
+def open_image(source: Any, side: int = 0) -> "Image.Image":
     """Return the image in a file, in its bytes, or itself, decoded, and turned upright as its EXIF says. side: a JPEG
     may be decoded at a half, a quarter or an eighth, if no side is then shorter than this: in a fifth of the time.
 
@@ -75,7 +70,7 @@ def open_image(source: Any, side: int = 0) -> Image.Image:
         raise PackError(came, "the file must be a whole image", fix) from None
 
 
-def pixels(image: Image.Image, resize: Resize, ids: bool) -> np.ndarray:
+def pixels(image: "Image.Image", resize: Resize, ids: bool) -> np.ndarray:
     """Return an image as (H, W) or (H, W, 3) bytes, on white where it is transparent, or its ids.
 
     resize: crop takes the middle, as much as fills the size; pad all, in the middle of 0; squash all, in the size's
@@ -110,9 +105,6 @@ def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
     return pairs.reshape(points.shape).astype(np.float32)
 
 
-# -- single values
-
-
 def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Sequence[str] = ()) -> dict[str, Any]:
     """Return column → plain value, of images as they are packed: an array, of a target also its class, a text or a
     whole number, or several in a list.
@@ -138,8 +130,7 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
 def numeric(name: str, value: Any) -> np.ndarray:
     """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
     if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
-        fix = "give each a place of its own, as in (a, b, label) with target=2"  # or are they to be stacked?
-        raise PackError("several", f"{name} must be one array", fix)
+        raise PackError("several", f"{name} must be one array", "give each a place of its own: (a, b, label), target=2")
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
@@ -189,9 +180,6 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     return names[value]
 
 
-# -- a column
-
-
 @dataclass(frozen=True)
 class Form:
     """The form of a column, which a pack's card keeps.
@@ -226,12 +214,11 @@ class Form:
         array = numeric(name, value)
         if self.layout == "hwc" and array.ndim == 2:
             array = np.stack([array] * 3, -1)  # a grey one among colours
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            came = "nan" if np.isnan(array).any() else "inf"
-            raise PackError(came, f"all numbers in {name} must be finite", "replace it, or leave the item out")
+        if array.dtype.kind == "f" and len(odd := array[~np.isfinite(array)]):
+            raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
         made = array.astype(self.dtype, copy=False)
-        floats = self.dtype[1] == "f" and (array.dtype.kind == "f" or not self.layout)  # of a large number the nearest
-        exact = floats or (np.array_equal(made, array) and not (self.layout and made.dtype.kind != array.dtype.kind))
+        exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
+        exact = made.dtype.kind == array.dtype.kind if self.layout else exact
         exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))
         alike = array.ndim == len(self.shape) and array.shape[self.ragged :] == self.column.shape and array.size > 0
         if not (exact and alike):

@@ -4,12 +4,10 @@ An item is an array, tensor, number, text or PIL image, or a tuple or dict of th
 is the target and some are inputs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
@@ -85,8 +83,9 @@ class Items:
     """The items of all parts, one after another. 64 of them, spread over the data, show what all have in common.
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
-    listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images; resize: (height, width,
-    how); text: the function of texts by name; marked: columns of points; marks: a hash of each item looked at.
+    listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images, images: also of arrays;
+    resize: (height, width, how); text: the function of texts by name; marked: columns of points; marks: a hash of each
+    item looked at.
     """
 
     def __init__(self, parts: list[Part], groups: Any, options: SimpleNamespace):
@@ -101,7 +100,11 @@ class Items:
             raise PackError(f"groups must be a column or a value for each of {count:,} items, got {len(self.groups)}")
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
-        self.text = function_name(options.text) if options.text else ""
+        self.text = ""
+        if options.text:  # predictions find it by name
+            self.text = f"{getattr(options.text, '__module__', '')}:{getattr(options.text, '__qualname__', '<none>')}"
+            if "<" in self.text or "." in self.text.partition(":")[2]:
+                raise PackError(f"text must be a function of a module, which is kept by name, got {options.text!r}")
         first: dict[Any, Any] = {}  # where none can be read, `look` says it
         for i in self.looked:
             with suppress(Exception):
@@ -130,12 +133,6 @@ class Items:
         k, place = self.places[i]
         return parts_of(self.parts[k][1][place])
 
-    def readable(self) -> Iterator[dict[str, Any]]:
-        """Yield the arrays of the items looked at that can be read."""
-        for i in self.looked:
-            with suppress(PackError):
-                yield self.sample(i, self.forms)
-
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
         """Return column → plain value of an item, or of these alone; of a number of a part that has names for them its
         name. Raises PackError(value, rule, fix) without."""
@@ -156,8 +153,7 @@ class Items:
         """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
         values = self.values(i, None if {*columns} == self.forms.keys() else columns) if columns else {}
         if values.keys() != {*columns}:
-            rule = f"an item must have {', '.join(columns)}, like the others"
-            raise PackError(", ".join(values), rule, "make it match, or leave it out")
+            raise PackError(", ".join(values), f"an item must have {', '.join(columns)}, like the others", FIX)
         return {name: self.forms[name].fit(name, values[name]) for name in columns}
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
@@ -168,8 +164,6 @@ class Items:
         except PackError as error:  # where nothing is stored, an item is read here for the first time
             raise PackError(f"{name}: {error}") from None
         return sample | ({TARGET: np.asarray(classes.index(sample[TARGET]))} if self.kind == "classes" else {})
-
-    # -- what all have in common
 
     def look(self) -> dict[str, Form]:
         """Return the form of each column in some items; note their hashes. Raises PackError where any do not fit."""
@@ -190,7 +184,8 @@ class Items:
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
         common = {n: forms.common_form(n, each, classes, n in self.pictures) for n, each in seen.items() if each}
-        images, there = images_in(common), ", ".join(f"{name} {form.column}" for name, form in common.items())
+        images = self.images = [name for name, form in common.items() if form.layout and name != TARGET]
+        there = ", ".join(f"{name} {form.column}" for name, form in common.items())
         if (options.mean or options.std) and not images:
             raise PackError(f"mean and std are for images of 1, 3 or 4 channels, and the inputs hold none: {there}")
         for name in images if options.mean or options.std else ():
@@ -205,18 +200,15 @@ class Items:
                 raise PackError(f"{rule}, got {name!r} of {there}")
         return common
 
-    # -- the pack of them
-
     def card_options(self) -> dict[str, Any]:
         """Return what the card keeps, as JSON does."""
-        ends = {name: POINTS[self.forms[name].column.shape[-1]] for name in self.marked}
         options = {
             "inputs": [name for name in self.forms if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
             "forms": {name: vars(form) | {"names": ()} for name, form in self.forms.items()},  # the card has them
             "resize": self.resize,
-            "points": {name: [*images_in(self.forms), end] for name, end in ends.items()},
+            "points": {name: [*self.images, POINTS[self.forms[name].column.shape[-1]]] for name in self.marked},
             "text": self.text,
             "columns": self.options.columns,
             **({} if self.options.store else {"stored": False}),
@@ -267,7 +259,10 @@ class Items:
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
         """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or
         without a copy of the items looked at."""
-        learned: dict[str, Any] = {"mean": {}, "std": {}}
+        learned, read = dict[str, Any](mean={}, std={}), list[dict[str, Any]]()
+        for i in () if self.options.store else self.looked:
+            with suppress(PackError):
+                read.append(self.sample(i, self.forms))
         for name, form in self.forms.items():
             if form.kind != "values" or not (name == TARGET or form.dtype == "<f4" or form.layout):
                 continue
@@ -275,17 +270,12 @@ class Items:
                 array, rows = pack.arrays[name], np.isin(np.arange(len(pack)), train)
                 rows = np.repeat(rows, np.diff(pack.offsets[name])) if form.ragged else rows
             else:
-                array = (np.concatenate if form.ragged else np.stack)([one[name] for one in self.readable()])
+                array = (np.concatenate if form.ragged else np.stack)([sample[name] for sample in read])
                 rows = np.ones(len(array), bool)
-            given = form.layout and name != TARGET and self.options.mean
-            moments = (self.options.mean, self.options.std) if given else forms.moments_of(form, array, rows)
+            given = (self.options.mean, self.options.std) if name in self.images and self.options.mean else None
+            moments = given or forms.moments_of(form, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
-
-
-def images_in(columns: Mapping[str, Form]) -> list[str]:
-    """Return the columns of inputs that are images."""
-    return [name for name, form in columns.items() if form.layout and name != TARGET]
 
 
 def classes_of(data: Any, target: Any) -> list[str]:
@@ -306,14 +296,6 @@ def classes_of(data: Any, target: Any) -> list[str]:
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
     names = names or getattr(data, "classes", None)
     return [*map(forms.compose, names)] if isinstance(names, list | tuple) and is_names(names) else []
-
-
-def function_name(function: Any) -> str:
-    """Return `module:name` of a function, by which a pack keeps it. Raises PackError for one that has none."""
-    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '<none>')}"
-    if "<" in name or "." in name.partition(":")[2]:
-        raise PackError(f"text must be a function of a module, which predictions find by name, got {function!r}")
-    return name
 
 
 def mark(values: Mapping[Any, Any]) -> bytes:

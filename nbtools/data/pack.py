@@ -10,8 +10,6 @@
 A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno
@@ -148,7 +146,7 @@ class Pack(show.Table):
         """Return the memory map of each column's values, private to this process: writes do not reach the file."""
         files = {name: self.folder / f"{name}.npy" for name in self.columns}
         with disk.explained("reading a pack", self.folder):
-            return {name: memory_map(path) for name, path in files.items() if path.exists()}
+            return {name: np.load(path, mmap_mode="c") for name, path in files.items() if path.exists()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:
@@ -161,7 +159,7 @@ class Pack(show.Table):
         return json.loads((self.folder / "names.json").read_bytes())
 
     @cached_property
-    def bad(self) -> pd.DataFrame:
+    def bad(self) -> "pd.DataFrame":
         """Return the samples that were left out: file, value, rule, fix."""
         import pandas as pd
 
@@ -211,7 +209,7 @@ class Pack(show.Table):
         if not isinstance(k, int) or not 2 <= k <= len(units):
             raise PackError(f"folds must be 2 to {len(units):,}, the number of samples or groups, got {k!r}")
         if label is not None:
-            labels = class_names(memory_map(self.folder / f"{label}.npy"), self.classes)
+            labels = class_names(np.load(self.folder / f"{label}.npy"), self.classes)
             units.sort(key=lambda unit: splits.mode(map(labels.__getitem__, unit)))
         fold, made = {i: n % k for n, unit in enumerate(units) for i in unit}, []
         for n in range(k):
@@ -292,14 +290,6 @@ def class_names(ids: np.ndarray, classes: Sequence[str]) -> list[str]:
 
 def is_pack(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
-
-
-def memory_map(path: Path) -> np.ndarray:
-    """Return a copy-on-write map, which torch accepts without a warning; an empty array where nothing can be mapped."""
-    try:
-        return np.load(path, mmap_mode="c")
-    except ValueError:
-        return np.load(path)
 
 
 def touch(path: Path) -> None:

@@ -1,8 +1,6 @@
 """Long work: the same on many items by all cores; tqdm's bars, and messages above them: on stderr, in a notebook in the
 output of the cell. `bar` counts; `work` shows the time left of what `phase` names and `tick` draws."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ What stays in one split is a unit: a sample, or a group of them. If drawn by nam
 that none moves when others are added; if drawn by class or content, shares are exact.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -56,8 +54,7 @@ def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Pla
             if missing > 0 and splits[k] == "train":
                 splits[k], missing = split, missing - len(unit)
         if missing > 0 and is_count(share) and units:
-            left = f"leave none of {plural(total, 'sample')} to train on"
-            raise PackError(f"val={val} and test={test} {left}; lower them")
+            raise PackError(f"val={val} and test={test} leave none of {total:,} samples to train on; lower them")
     drawn = {i: split for unit, split in zip(units, splits, strict=True) for i in unit}
     return [drawn.get(i) or split or "train" for i, split in enumerate(given)]
 

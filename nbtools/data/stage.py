@@ -9,8 +9,6 @@
     <cache>/locks/                       so that one of many processes copies and the others wait
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -176,7 +174,7 @@ def act(job: Job, progress: bool) -> Path:
     return job.target / folder
 
 
-def cached(free: int | str | None = None) -> pd.DataFrame:
+def cached(free: int | str | None = None) -> "pd.DataFrame":
     """List the folders that `stage` and `pack` left in the cache, the least recently used first. The cache is
     $NBTOOLS_CACHE, or nbtools in the temporary folder.
 
