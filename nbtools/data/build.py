@@ -230,7 +230,10 @@ def is_whole(block: Path) -> bool:
 
 
 def require_alike(name: str, own: dict[str, Column], first: dict[str, Column] | None) -> dict[str, Column]:
-    """Return the first sample's columns; raise PackError unless another has the same, in any order."""
+    """Return the first sample's columns; raise PackError unless another has the same, in any order, of plain dtypes."""
+    for column, dtype in ((column, np.dtype(one.dtype)) for column, one in own.items()):
+        if dtype.kind not in "biuf":
+            raise PackError(f"{column}: a pack can hold numbers and booleans only, got {dtype}; store class indices")
     if first is not None and own != first:
         came, before = (", ".join(f"{name} {c}" for name, c in each.items()) for each in (own, first))
         raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")

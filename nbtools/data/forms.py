@@ -218,7 +218,7 @@ class Form:
             raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
         made = array.astype(self.dtype, copy=False)
         exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
-        exact = made.dtype.kind == array.dtype.kind if self.layout else exact
+        exact = exact and (not self.layout or made.dtype.kind == array.dtype.kind)  # 0…255 is no 0…1
         exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))
         alike = array.ndim == len(self.shape) and array.shape[self.ragged :] == self.column.shape and array.size > 0
         if not (exact and alike):

@@ -101,6 +101,7 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
 UNLIKE = {  # what is said of a second sample → its arrays
     r"second: its columns are x float64 \(3\); the first sample's are x float32 \(3\)": {"x": np.zeros(3)},
     "second: its columns are ; the first": {},
+    "x: a pack can hold numbers and booleans only, got <U1; store class indices": {"x": np.array(["a"])},
     r"column 'id': nbtools reserves id, split, x\.offsets, x_length; rename": {"x": np.zeros(3), "id": np.zeros(1)},
 }
 
