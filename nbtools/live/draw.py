@@ -98,9 +98,6 @@ def describe(chart: Chart) -> str:
     return f"{chart.title}: {values}" if values else chart.title
 
 
-# -- the PNG
-
-
 def png(shown: Picture, facts: Sequence[str] = (), previews: Sequence[samples.Preview] = ()) -> bytes:
     """Return the facts, a grid of charts, and below them the samples."""
     from matplotlib.figure import Figure

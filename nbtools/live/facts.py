@@ -122,9 +122,6 @@ def spark(columns: Columns, name: str) -> str:
     return f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{curve}</svg>'
 
 
-# -- lines of text
-
-
 def opening(state: TrainState, pack: Pack) -> str:
     """Return what a run starts or resumes with: device, the settings that matter most, and how many steps it takes."""
     plan, processes = state.plan, state.ranks.world

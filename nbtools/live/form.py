@@ -96,8 +96,6 @@ class Form:
         value = getattr(self.panel.plan, name)
         return to_text(value) if isinstance(self.fields[name], Text) else value
 
-    # -- what is shown
-
     def show(self) -> None:
         """Show the wanted plan; what is refused stays in its field, and reasons for advised values are tooltips."""
         panel, self.plan, self.filling = self.panel, self.panel.plan, True

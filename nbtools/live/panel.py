@@ -62,8 +62,6 @@ class Panel:
         """Return the plan that values are compared with."""
         return self.requests.advised
 
-    # -- of the run
-
     def begin(self, requests: Requests) -> None:
         """A run starts: changes and clicks are posted to its requests. A resumed run keeps its applied settings."""
         with self.lock:
@@ -90,8 +88,6 @@ class Panel:
         with self.lock:
             self.bad, self.note, self.proposed = {}, sentence, dict(change or {})
             self.form.show()
-
-    # -- what the widgets call
 
     def click(self, action: str) -> None:
         """Request an action; Undo first takes back what is not applied yet."""
@@ -138,8 +134,6 @@ class Panel:
             except NbtoolsError as error:  # `lr must be greater than 0, got -1`, below the field that it names
                 self.bad, self.note, self.proposed = {name: re.sub(r"^\w+\.(?=\w+ )", "", str(error))}, "", {}
             self.form.show()
-
-    # -- what is shown
 
     def reason(self, name: str) -> str:
         """Return the reason for a setting's value, if there is one."""

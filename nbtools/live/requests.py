@@ -88,9 +88,6 @@ def advised_plan(folder: Path, plan: Plan) -> Plan:
     return plan.replace(**{name: value for name, value in values.items() if name in plan.to_dict()})
 
 
-# -- control.json
-
-
 def send(
     folder: str | Path, actions: Iterable[str] = (), settings: Mapping[str, Any] | None = None, force: bool = False
 ) -> Path:
@@ -142,9 +139,6 @@ def parse_actions(actions: Any) -> list[str]:
     if unknown := [action for action in actions if action not in ACTIONS]:
         raise TrainError(f"a request must be one of {', '.join(ACTIONS)}, got {unknown[0]!r}; name one of these")
     return actions
-
-
-# -- signals
 
 
 class FirstSignal:

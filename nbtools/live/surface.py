@@ -83,8 +83,6 @@ class Surface(View):
             self.tell(f"no samples are shown: {type(error).__name__}: {error}")
             return []
 
-    # -- records and requests
-
     def able(self, action: str) -> bool:
         """Return whether there is anything to do for an action."""
         if action == "undo":

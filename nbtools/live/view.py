@@ -66,8 +66,6 @@ class View:
         begun = (row["epoch"] + 1 for row in reversed(self.history.rows) if row["kind"] in ("step", "epoch"))
         return max(plan.epochs, next(begun, 0))
 
-    # -- while it lasts
-
     def start(self, status: str = TRAINING) -> None:
         """Put the live view into the output of the running cell."""
         self.draw(status)
@@ -130,8 +128,6 @@ class View:
             self.output.form.tell(message)
         elif self.progress:
             say(textwrap.fill(UNIT.sub("\xa0", message), 90, break_long_words=False) if self.notebook else message)
-
-    # -- what stays
 
     def keep_still(self) -> None:
         """Draw the picture that stays when this kernel is gone, if it is due."""

@@ -157,8 +157,6 @@ class Search:
         size = max(2, int(step_s / self.sample_s))
         return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
-    # -- precision and layout
-
     def plain(self, plan: Plan) -> Plan:
         """Return the plan without graphs and compiler, on a CPU on one thread."""
         return plan.replace(**EAGER, threads=1) if self.cpu else plan.replace(**EAGER)
@@ -241,8 +239,6 @@ class Search:
                         costs[name] = stepper.device_s()
         return costs, whys
 
-    # -- batch, graphs, compiler
-
     def choose_batch(self) -> None:
         """Take another batch where that is faster."""
         own, report, most = self.plan.batch_size, None, enough(self.pack.card)
@@ -273,8 +269,6 @@ class Search:
             used = trial.faster and trial.ratio >= FASTER
             self.take({name: (used, f"measured here in turns with the plan: {trial}")})
         self.start = [each + wall() - begun for each in self.start]  # recording, compiling: as long as it takes
-
-    # -- at last
 
     def guard(self) -> Verdict | None:
         """Train the plan in turns with the rules' own, which takes its place where that is faster, and the baseline, on

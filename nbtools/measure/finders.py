@@ -160,9 +160,6 @@ class Finder:
         return torch.cuda.max_memory_allocated(self.device) if cuda else kilobytes("/proc/self/status", "VmHWM:")
 
 
-# -- the learning rate
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A learning rate that was tried. loss: its score, None if it diverged."""

@@ -217,9 +217,6 @@ class Sampler:
             self.latest = {name: value for name, value in values.items() if value is not None}
 
 
-# -- memory and names
-
-
 def room(device: torch.device) -> int | None:
     """Return the bytes that are free now: of the GPU's memory (with what torch holds in reserve), or of RAM. None if
     the system does not report it (RAM on macOS and Windows)."""
@@ -264,9 +261,6 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-# -- the check, before anything is trained
 
 
 @dataclass(frozen=True)

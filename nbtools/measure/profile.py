@@ -160,9 +160,6 @@ def replays(run: Stepper) -> bool:
     return run.device.type == "cuda" and few and not (unrecordable(run.plan) or run.plan.graph)
 
 
-# -- parts of a step
-
-
 def flops(run: Stepper, raw: Any) -> int:
     """Return the floating-point operations of both passes of a batch: not elementwise ones, fused RNN and CTC."""
     state = run.state

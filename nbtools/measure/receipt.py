@@ -176,9 +176,6 @@ def rung(name: str, trial: Trial, below: Rung, pack: Pack) -> Rung:
     return Rung(name, replace(trial, timing=None), timing, changes, factor)
 
 
-# -- the plans
-
-
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> Plan:
     """Return the baseline's settings as they fit here, with the run's network: a smaller one is no speed-up."""
     return fitting(baseline.replace(**own_values(plan)), pack)[0]

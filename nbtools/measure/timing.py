@@ -224,9 +224,6 @@ def finish(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-# -- batches
-
-
 def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
     """Return the ids of an epoch's training batches."""
     ids = pack.ids("train")
@@ -248,9 +245,6 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> tuple[list[np.ndarray], 
     mean = float(np.mean(lengths))
     like = sorted(zip(lengths, whole, strict=True), key=lambda each: abs(each[0] - mean))[:number]
     return [ids for _, ids in like], float(np.mean([length for length, _ in like])) / mean
-
-
-# -- nothing outside changes
 
 
 def with_own_model(task: Task) -> Task:

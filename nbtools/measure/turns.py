@@ -104,9 +104,6 @@ def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> 
     return Trial(change, tuple(ratios), other.timing())
 
 
-# -- whether other arithmetic learns the same
-
-
 def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any], clock: Clock) -> str:
     """Return how loss and gradient of some batches differ with other arithmetic, beyond chance; "" if they do not. At
     the same weights, with dropout off: chaos alone parts two trajectories of hctr by 3.5 % in 20 steps."""
@@ -157,9 +154,6 @@ def compare(these: tuple[float, Tensor], those: tuple[float, Tensor]) -> tuple[f
     """Return (how far the second loss is from the first, the cosine between the gradients)."""
     far = abs(those[0] - these[0]) / max(abs(these[0]), 1e-12)
     return far, float(torch.nn.functional.cosine_similarity(these[1], those[1], 0))
-
-
-# -- within a time
 
 
 class Late(Exception):

@@ -157,9 +157,6 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
     return {"image": image}
 
 
-# -- ink: a line without its colours, noise lines, blank margins and wide gaps, which halves the error
-
-
 def line_of(image: np.ndarray, height: int) -> np.ndarray:
     """Return RGB (H, W, 3) uint8 as ink (w, height) uint8, on its side: 0 paper, 255 the strongest stroke nearby."""
     ink = without_lines(image)
