@@ -80,19 +80,15 @@ def fit(
     with lock(folder):
         there = folder.is_dir() and any(folder.iterdir())
         try:
-            if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
-                with disk.explained("starting a run", folder):
-                    disk.remove(folder / train.CONTROL)
             if kept is not None:
                 restore(folder, kept, fresh)
-            job = prepare(task, pack, plan, folder, fresh, ranks, progress, samples)
+            job = prepare(task, pack, plan, folder, kept, fresh, ranks, progress, samples)
             release_gpu = release_gpu and not job.state.over  # else nothing is trained
         except NbtoolsError:
             with suppress(OSError):  # of a disk that failed
                 if not there and folder.is_dir() and not folder.is_symlink():  # made or copied for this call
                     disk.remove(folder)
             raise
-        job.keeper = None if kept is None else train.Keeper(folder, kept)
         interrupted = carry_out(job, receipt, watchers, begun)
         result, keeper, stopped = Run.open(folder, task), job.keeper, job.surface.requests.stop
         result.events = job.surface.events
@@ -122,7 +118,11 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
         rule = f"run={str(run)!r}: a run is written to local disk"
         raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
-    return own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser(), kept
+    folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()
+    if not is_torchelastic_launched():  # else `launch` has done this
+        with disk.explained("starting a run", folder):
+            disk.remove(folder / train.CONTROL)  # which was meant for an earlier run
+    return folder, kept
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
@@ -137,7 +137,7 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
 
 
 def prepare(
-    task: Task, pack: Pack, call: Any, folder: Path, fresh: bool, ranks: Ranks, progress: bool, samples: Any
+    task: Task, pack: Pack, call: Any, folder: Path, kept: Any, fresh: bool, ranks: Ranks, progress: bool, samples: Any
 ) -> Job:
     """Return the run of a folder, ready to train. call: what the user gave as the plan."""
     former = None if fresh else former_run(task, folder)
@@ -169,7 +169,7 @@ def prepare(
         surface.report(message)
         if not progress and not is_torchelastic_launched():
             say(message)
-    return Job(pack, folder, state, surface)
+    return Job(pack, folder, kept, state, surface)
 
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:

@@ -296,13 +296,12 @@ def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str]
 
 class Job:
     """A run in progress. It is saved at the end of each epoch, and within one every minute, where that takes at most
-    1 % of the time. Its best state is copied at once, and written before the next. keeper: copies the folder to where
-    the run is kept, if it is."""
+    1 % of the time. Its best state is copied at once, and written before the next. kept: the second folder, if any."""
 
-    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface):
+    def __init__(self, pack: Pack, folder: Path, kept: Path | None, state: TrainState, surface: Surface):
         self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
         self.surface, self.history = surface, surface.history
-        self.keeper: Keeper | None = None
+        self.keeper = None if kept is None else Keeper(folder, kept)
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
         self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()  # of seconds
@@ -313,11 +312,9 @@ class Job:
         self.history.append(record)
         self.write_plan()
         since, ends = monotonic() - self.saved, record.kind == "epoch"
-        due = (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result()
-        # A checkpoint amid a change would resume with its row, but without the change.
-        if record.kind == "change":
+        if record.kind == "change":  # a checkpoint amid it would resume with its row, but without the change
             return
-        if due:
+        if (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result():
             self.save()
         elif self.state.improved and not self.state.lost():
             self.best, self.state.improved = checkpoint.snapshot(self.state, len(self.history), best=True), False

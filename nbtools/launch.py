@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
@@ -23,7 +22,7 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nbtools import disk, errors, live, train
+from nbtools import errors, live, train
 from nbtools.data import Pack, cores, say
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit, opening
@@ -54,7 +53,7 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
 
 class Remote:
     """A run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions that it has
-    not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
+    not taken yet; asked: the plan and the pause that it was asked for."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
         plan, best = run.plan, run.index.get("metric", "-loss")
@@ -62,35 +61,33 @@ class Remote:
         self.view = live.View(run.folder, self.history, plan, run.card, best, given, show)
         fits = partial(train.require_batch, count=run.card.splits["train"])
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
-        self.sent, self.shown, self.asked = set[str](), len(self.history), (plan, False)
-        self.status = live.TRAINING if self.shown else live.STARTING
+        self.sent, self.asked = set[str](), (plan, False)
+        self.status = live.TRAINING if self.history.rows else live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
         """Draw while the run lasts, and send what is requested; then draw how it ended, and say what to do next."""
         due, view, panel = 0.0, self.view, self.view.panel if self.view.notebook else None
-        with ExitStack() as stack:
-            stack.callback(self.finish)
-            messages = stack.enter_context(live.Messages())
-            if panel is not None:
-                stack.callback(panel.end)
-                panel.begin(self.requests)
-            view.start(self.status)
-            while lasts():
-                messages.handle()
-                self.send()
-                if (begun := monotonic()) >= due:
-                    self.read()
-                    due = monotonic() + max(READ_EVERY, 20 * (monotonic() - begun))  # thousands of rows take long
+        try:
+            with live.Messages() as messages, ExitStack() as stack:
                 if panel is not None:
-                    panel.refresh()
-                view.draw(live.PAUSED if self.requests.paused else self.status)
-                sleep(MOMENT)
-            self.read()
-
-    def finish(self) -> None:
-        self.view.finish([], self.run.state)
-        if self.run.state in live.OVER and self.run.index:  # else it goes on, or did not begin
-            self.view.tell(what_next(self.run))
+                    stack.callback(panel.end)
+                    panel.begin(self.requests)
+                view.start(self.status)
+                while lasts():
+                    messages.handle()
+                    self.send()
+                    if (begun := monotonic()) >= due:
+                        self.read()
+                        due = monotonic() + max(READ_EVERY, 20 * (monotonic() - begun))  # thousands of rows take long
+                    if panel is not None:
+                        panel.refresh()
+                    view.draw(live.PAUSED if self.requests.paused else self.status)
+                    sleep(MOMENT)
+                self.read()
+        finally:
+            view.finish([], self.run.state)
+            if self.run.state in live.OVER and self.run.index:  # else it goes on, or did not begin
+                view.tell(what_next(self.run))
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
@@ -107,11 +104,10 @@ class Remote:
 
     def read(self) -> None:
         """Follow the run's plan, and show the rows that are new, or other ones where it went back."""
-        before, new, plan = self.history.rows[: self.shown], [], self.plans.applied
+        before, new, plan = self.history.rows, [], self.plans.applied
         if self.history.refresh():
-            pairs = zip(before, self.history.rows, strict=False)
-            equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
-            new = self.history.rows[len([*equal]) :]
+            texts = [[*map(str, rows)] for rows in (before, self.history.rows)]  # NaN is not NaN
+            new = self.history.rows[len(os.path.commonprefix(texts)) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
         back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))
@@ -122,7 +118,6 @@ class Remote:
         for row in new:
             self.status, values = live.TRAINING, {name: value for name, value in row.items() if name not in KEYS}
             self.view.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
-        self.shown = len(self.history)
 
 
 # -- under torchrun
@@ -170,8 +165,6 @@ def launch(
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     if progress:
         say(f"starting {processes} processes under torchrun …")
-    with disk.explained("starting a run", folder):
-        disk.remove(folder / CONTROL)  # which was meant for an earlier run
     events, interrupted, before = [], False, checkpoint.read_index(folder)
     with start((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
         while torchrun.poll() is None and checkpoint.read_index(folder) in ({}, before):
