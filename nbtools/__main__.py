@@ -201,21 +201,14 @@ def text(value: Any) -> str:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that answers a mistake in one line, with the option or command nearest to a mistyped one."""
 
-    names: Iterable[str] = ()  # of the options of the command
+    options: Iterable[str] = ()  # of the command, where it exists
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"unrecognized arguments: ([^\s=]+)", message):
-            message += nearest(wrong[1], self.names)
-        elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += nearest(wrong[1], re.findall(r"\w+", wrong[2]))
+        if wrong := re.search(r"unrecognized arguments: ([^\s=]+)|invalid choice: '(.*?)'", message):
+            names = {each.lstrip("-").replace("-", "_"): each for each in self.options or (*HOOKS, *COMMANDS)}
+            near = similar((wrong[1] or wrong[2]).lstrip("-").replace("-", "_"), names)
+            message += f"; did you mean {names[near[0]]}?" if near else ""
         self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence that names the word nearest to a mistyped one."""
-    plain = {each.lstrip("-").replace("-", "_"): each for each in names}
-    near = similar(name.lstrip("-").replace("-", "_"), plain)
-    return f"; did you mean {plain[near[0]]}?" if near else ""
 
 
 def parser(words: Sequence[str]) -> Parser:
@@ -230,7 +223,7 @@ def parser(words: Sequence[str]) -> Parser:
         one = commands.add_parser(name, **shown, conflict_handler="resolve", allow_abbrev=False)
         if command == name:
             add_arguments(one, name, second)
-            top.names = one._option_string_actions
+            top.options = one._option_string_actions
     return top
 
 
@@ -242,8 +235,7 @@ def find_task(name: str) -> Task:
         return as_task(attrgetter(attribute)(made) if attribute else made)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         own = f"or one of your own that can be imported from here, as a module or MODULE:NAME ({error})"
-        message = f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{nearest(name, BUILT_IN)}"
-    raise NbtoolsError(message)
+        raise NbtoolsError(f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}") from None
 
 
 def add_arguments(one: Parser, command: str, second: str) -> None:
