@@ -59,23 +59,19 @@ def train(
     one per GPU; --measured: measure the advised plan first; --no-receipt: do not measure the receipt at the end;
     --smoke-test: train one epoch of 48 demo samples in a temporary folder; needs no --data."""
     if smoke_test:
-        return try_out(task, of_plan)
+        with tempfile.TemporaryDirectory() as name:
+            made = task.pack(task.demo(Path(name, "raw"), 48, **task.SMOKE), into=Path(name, "pack"), progress=False)
+            plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
+            tried = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
+            return (
+                f"It works: an epoch of demo data trained and saved; loaded, it has {nb.evaluate(tried, made, 'val')}"
+            )
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)
     plan = plan_of(task, made, measured, of_plan)
     act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     return act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
-
-
-def try_out(task: Task, of_plan: Options) -> str:
-    """Train an epoch of demo data in a temporary folder, and evaluate what was saved; return a sentence."""
-    with tempfile.TemporaryDirectory() as name:
-        raw = task.demo(Path(name, "raw"), 48, **task.SMOKE)
-        made = task.pack(raw, into=Path(name, "pack"), progress=False)
-        plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
-        run = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
-        return f"It works: an epoch of demo data trained and saved; loaded, it has {nb.evaluate(run, made, 'val')}"
 
 
 def plan_of(task: Task, pack: nb.Pack, measured: bool, given: Options) -> nb.Plan:

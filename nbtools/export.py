@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from nbtools import disk
 from nbtools.data import Pack, collate, say
 from nbtools.errors import MissingExtra, TrainError
-from nbtools.train import checkpoint, title_of
+from nbtools.train import title_of
 
 if TYPE_CHECKING:
     from nbtools.run import Run
@@ -29,12 +28,6 @@ if TYPE_CHECKING:
 SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
-
-
-def write_weights(run: Run, path: Path) -> Path:
-    """Write the weights as safetensors with their card; return their path."""
-    path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
-    return write(run, path, save({name: each.contiguous() for name, each in checkpoint.weights(run.folder).items()}))
 
 
 def write(run: Run, path: Path, content: bytes) -> Path:

@@ -232,11 +232,10 @@ def begin(
     """Start the run in a folder, or load its last checkpoint; return its history, and complaints about newer ones.
     given: the plan that counts as given; call: what the user gave; now: the identity of this call. Raises
     CheckpointError for another one."""
-    index = former.index if former else {}
+    index, complaints = former.index if former else {}, []
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= (and keep=) for this one, or start over with fresh=True")
-    complaints: list[str] = []
     with disk.explained("resuming a run" if former else "starting a run", folder):
         clear(folder, former is not None)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
@@ -256,9 +255,8 @@ def begin(
         "given": given.given() or index.get("given", {}),
         "applied": state.applied.to_dict(),
         "advised": advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
+        "lr_trial": trial.to_dict() if (trial := getattr(call, "lr_trial", None)) else index.get("lr_trial"),
     }
-    if trial := getattr(call, "lr_trial", None):
-        plans["lr_trial"] = trial.to_dict()
     made = {"version": checkpoint.VERSION, "nbtools": disk.VERSION, "pack": str(pack.folder.absolute())}
     task = {"task": train.task_name(state.task), "metric": state.task.BEST, "identity": now}
     starts = starts if state.over else [*starts, [uuid4().hex[:8], state.step]]

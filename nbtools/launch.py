@@ -13,13 +13,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
-from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nbtools import errors, live, train
@@ -106,8 +106,8 @@ class Remote:
         """Follow the run's plan, and show the rows that are new, or other ones where it went back."""
         before, new, plan = self.history.rows, [], self.plans.applied
         if self.history.refresh():
-            texts = [[*map(str, rows)] for rows in (before, self.history.rows)]  # NaN is not NaN
-            new = self.history.rows[len(os.path.commonprefix(texts)) :]
+            pairs = zip(map(str, before), map(str, self.history.rows), strict=False)  # as text: NaN is not NaN
+            new = self.history.rows[len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
         back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))
@@ -153,8 +153,6 @@ def launch(
     from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
     task, name = train.as_task(task), train.task_name(task)
-    if is_torchelastic_launched():
-        raise TrainError(f"processes (--processes) starts torchrun, got {processes} in a process of it; leave it out")
     if processes < 1:
         raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
     if name.startswith("__main__:") or name.endswith(":"):

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
-from nbtools.export import write_onnx, write_weights
+from nbtools.export import write, write_onnx
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from nbtools.report import Report
 
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
-SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
 FREE = {"classes", "category_of", "mean", "std", "roles", "stored", "label", "case"}  # options that no network reads
 
 
@@ -126,9 +126,8 @@ class Run:
         """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""
         frame = self.history.frame("epoch")
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
-        names = [str(name) for name in frame]
-        scores = [name for name in names if name.startswith(("train_", "val_"))]
-        return frame.loc[:, [*scores, *(n for n in SUMMARY if n in names), *(n for n in names if "memory" in n)]]
+        rest = frame.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|memory")
+        return frame.filter(regex="^(train|val)_").join(rest)
 
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
@@ -202,9 +201,11 @@ class Run:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
         in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
         Raises TrainError if they differ or it cannot be exported, MissingExtra, and PackError if the pack is gone."""
-        if (path := local(str(path))).suffix != ".onnx":
-            return write_weights(self, path)
-        return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
+        if (path := local(str(path))).suffix == ".onnx":
+            return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
+        path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
+        weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights(self.folder).items()}
+        return write(self, path, save(weights))
 
     def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
         """Return the answers to samples, `size` at a time, and of those that are classes the probability of each."""
