@@ -2,8 +2,6 @@
 options if they have a default or are keywords; of_pack: those of the task's `pack`; of_plan: the fields of its Plan.
 Results go to stdout, all else to stderr."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect

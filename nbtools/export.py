@@ -2,15 +2,13 @@
 written only if onnxruntime answers as torch does; next to each a JSON card of what is needed to use it. An ONNX file's
 batch size and ragged lengths are dynamic, and its floats are float32, whatever precision the run was trained in."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +18,8 @@ from torch.utils._pytree import tree_leaves
 from nbtools import disk
 from nbtools.data import Pack, collate, say
 from nbtools.errors import MissingExtra, TrainError
+from nbtools.run import Run
 from nbtools.train import title_of
-
-if TYPE_CHECKING:
-    from nbtools.run import Run
 
 SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1

@@ -1,7 +1,5 @@
 """fit: one training run from the user's call to its receipt. The same call again resumes it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import traceback
@@ -175,20 +173,19 @@ def prepare(
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
     """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
-    stop = surface.requests.post
-    with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
+    with FirstSignal(signal.SIGTERM, partial(surface.requests.post, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
                 cold_start = follow(job, callbacks, begun)
             checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
             job.state.ranks.end()
-            with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
+            with surface.interrupts:
                 finish(job, receipt, cold_start)
             if surface.notebook:
                 surface.tell(what_next(Run.open(job.folder, job.task)))
         finally:
             job.close()
-    return sigint.came or surface.interrupts.came
+    return surface.interrupts.came
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:

@@ -1,7 +1,5 @@
 """A run's folder: which one a call refers to and changes; how it starts, resumes, is taken over, and is saved."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -237,7 +235,10 @@ def begin(
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= (and keep=) for this one, or start over with fresh=True")
     with disk.explained("resuming a run" if former else "starting a run", folder):
-        clear(folder, former is not None)
+        for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
+            ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
+            if ours and (path.suffix == ".part" or not former):  # half-written by a process that was killed
+                disk.remove(path)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, json.dumps(state.applied.to_dict(), indent=1))
         history = History(folder / HISTORY)
@@ -265,14 +266,6 @@ def begin(
     if former is None:
         checkpoint.publish(folder, checkpoint.snapshot(state, rows=0))
     return history, complaints
-
-
-def clear(folder: Path, resumes: bool) -> None:
-    """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
-    for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-        ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
-        if ours and (path.suffix == ".part" or not resumes):
-            disk.remove(path)
 
 
 def is_ours(path: Path) -> bool:

@@ -1,8 +1,6 @@
 """Runs in other processes: `watch` shows one, and sends it requests through `control.json`; `launch` starts `nb.fit` in
 several under torchrun, and watches them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

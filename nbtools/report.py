@@ -3,8 +3,6 @@
 Answers are those of `Task.decode`; the right ones `Task.text_of`, else the column `y` of an `nb.pack`, or `label`.
 """
 
-from __future__ import annotations
-
 import base64
 from dataclasses import dataclass
 from functools import cached_property

@@ -22,7 +22,6 @@ from torch import nn
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
-from nbtools.export import write, write_onnx
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
@@ -201,6 +200,8 @@ class Run:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
         in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
         Raises TrainError if they differ or it cannot be exported, MissingExtra, and PackError if the pack is gone."""
+        from nbtools.export import write, write_onnx  # which needs this module
+
         if (path := local(str(path))).suffix == ".onnx":
             return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
         path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
