@@ -240,9 +240,6 @@ def act(job: Job, guard: Guard) -> bool:
             surface.listen()
 
 
-# -- what is measured
-
-
 def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     """Report why the run stopped early; measure the receipt, under torchrun of one process with its share."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
@@ -288,9 +285,6 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence
         surface.panel.propose(f"Faster: {verdict.best}" if state.over else verdict.sentence, verdict.change)
     tell(verdict.sentence)
-
-
-# -- callbacks
 
 
 def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback]:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +36,12 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
 
     wait: seconds to wait for the run to start. Raises CheckpointError if there is no run.
     """
-    folder, left, end = Path(run), Event(), monotonic() + wait
+    folder, end = Path(run), monotonic() + wait
     while not checkpoint.read_index(folder) and monotonic() < end:
         sleep(MOMENT)
     remote = Remote(Run.open(folder))
-    with FirstSignal(signal.SIGINT, left.set):
-        remote.follow(lambda: busy(folder) and not left.is_set())
+    with FirstSignal(signal.SIGINT, lambda: None) as ctrl_c:
+        remote.follow(lambda: busy(folder) and not ctrl_c.came)
     if busy(folder):
         stop = f"python -m nbtools control {folder} stop"
         remote.view.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")

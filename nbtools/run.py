@@ -133,8 +133,6 @@ class Run:
         best = f", best {self.reached}" if self.reached else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
 
-    # -- its network
-
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
         model = train.build(self.task, self.card, self.plan)
@@ -319,9 +317,6 @@ def lock(folder: Path) -> AbstractContextManager[None]:
     key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     busy = TrainError(f"{folder}: another process is training this run; stop it, or name another run folder")
     return disk.lock(cache() / "locks" / f"run-{key}.lock", busy)
-
-
-# -- several runs
 
 
 def runs(folder: str | Path = "runs") -> pd.DataFrame:
