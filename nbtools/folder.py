@@ -184,16 +184,16 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
     ours, theirs = checkpoint.read_index(folder), retry(lambda: checkpoint.read_index(kept), kept)
-    if not last_place(theirs)[1] and kept.resolve() != folder.resolve():  # not even one step
+    if kept.resolve() == folder.resolve():
+        raise CheckpointError(f"{kept} is the run's own folder; name another keep=")
+    if not last_place(theirs)[1]:  # not even one step
         return
-    for wrong, rule in (
-        (kept.resolve() == folder.resolve(), f"{kept} is the run's own folder; name another keep="),
-        (fresh, f"{kept} holds a run, which fresh=True does not replace; name another keep="),
-        (not ours.get("id") and any(folder.glob("*")), f"{folder} holds files but no run; name another run="),
-        (ours and ours.get("id") != theirs.get("id"), f"{kept} holds a different run from {folder}; use another keep="),
-    ):
-        if wrong:
-            raise CheckpointError(rule)
+    if fresh:
+        raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
+    if not ours.get("id") and any(folder.glob("*")):
+        raise CheckpointError(f"{folder} holds files but no run; name another run=")
+    if ours and ours.get("id") != theirs.get("id"):
+        raise CheckpointError(f"{kept} holds a different run from {folder}; use another keep=")
     if ours and continues(ours, theirs):
         return
     if ours and not continues(theirs, ours):

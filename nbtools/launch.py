@@ -44,18 +44,18 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
         remote.follow(lambda: busy(folder) and not ctrl_c.came)
     if busy(folder):
         stop = f"python -m nbtools control {folder} stop"
-        remote.view.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")
+        remote.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")
     return Run.open(folder)
 
 
-class Remote:
-    """A run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions that it has
-    not taken yet; asked: the plan and the pause that it was asked for."""
+class Remote(live.View):
+    """A View of a run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions
+    that it has not taken yet; asked: the plan and the pause that it was asked for."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        plan, best = run.plan, run.index.get("metric", "-loss")
-        self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
-        self.view = live.View(run.folder, self.history, plan, run.card, best, given, show)
+        plan, best, history = run.plan, run.index.get("metric", "-loss"), History(run.folder / HISTORY)
+        super().__init__(run.folder, history, plan, run.card, best, given, show)
+        self.run, self.plans = run, live.Plans(plan, plan)
         fits = partial(train.require_batch, count=run.card.splits["train"])
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
         self.sent, self.asked = set[str](), (plan, False)
@@ -63,13 +63,13 @@ class Remote:
 
     def follow(self, lasts: Callable[[], bool]) -> None:
         """Draw while the run lasts, and send what is requested; then draw how it ended, and say what to do next."""
-        due, view, panel = 0.0, self.view, self.view.panel if self.view.notebook else None
+        due, panel = 0.0, self.panel if self.notebook else None
         try:
             with live.Messages() as messages, ExitStack() as stack:
                 if panel is not None:
                     stack.callback(panel.end)
                     panel.begin(self.requests)
-                view.start(self.status)
+                self.start(self.status)
                 while lasts():
                     messages.handle()
                     self.send()
@@ -78,13 +78,13 @@ class Remote:
                         due = monotonic() + max(READ_EVERY, 20 * (monotonic() - begun))  # thousands of rows take long
                     if panel is not None:
                         panel.refresh()
-                    view.draw(live.PAUSED if self.requests.paused else self.status)
+                    self.draw(live.PAUSED if self.requests.paused else self.status)
                     sleep(MOMENT)
                 self.read()
         finally:
-            view.finish([], self.run.state)
+            self.finish([], self.run.state)
             if self.run.state in live.OVER and self.run.index:  # else it goes on, or did not begin
-                view.tell(what_next(self.run))
+                self.tell(what_next(self.run))
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
@@ -111,13 +111,11 @@ class Remote:
         if plan != self.plans.applied or any(row.get("mark") for row in new) or any(back):
             self.plans.plan = self.plans.applied = plan
             self.asked = plan, self.asked[1]
-            self.view.changed(plan)
+            self.changed(plan)
         for row in new:
             self.status, values = live.TRAINING, {name: value for name, value in row.items() if name not in KEYS}
-            self.view.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
+            self.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
 
-
-# -- under torchrun
 
 CODE = """
 import ctypes, sys
@@ -168,7 +166,7 @@ def launch(
             remote = Remote(Run.open(folder, task), plan, progress)
             with FirstSignal(signal.SIGINT, partial(remote.requests.post, "stop")) as ctrl_c:
                 remote.follow(lambda: torchrun.poll() is None)
-            events, interrupted = remote.view.events, ctrl_c.came
+            events, interrupted = remote.events, ctrl_c.came
     result = Run.open(folder, task)
     result.events = events
     if interrupted and running_kernel() is None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import nn
 
 from nbtools import disk, live, show, train
@@ -198,13 +197,9 @@ class Run:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
         in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
         Raises TrainError if they differ or it cannot be exported, MissingExtra, and PackError if the pack is gone."""
-        from nbtools.export import write, write_onnx  # which needs this module
+        from nbtools.export import write  # which needs this module
 
-        if (path := local(str(path))).suffix == ".onnx":
-            return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
-        path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
-        weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights(self.folder).items()}
-        return write(self, path, save(weights))
+        return write(self, local(str(path)), pack)
 
     def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
         """Return the answers to samples, `size` at a time, and of those that are classes the probability of each."""
