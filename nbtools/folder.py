@@ -31,9 +31,6 @@ SAVE_SHARE = 0.01  # of the time that checkpoints may take
 Lines = Mapping[str, list[str]]
 
 
-# -- what makes two runs the same
-
-
 def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
     """Return what a run is besides its plan, each part as a list of lines."""
     (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
@@ -87,9 +84,6 @@ def differences(before: Lines, now: Lines) -> list[str]:
 
     pairs = [(part, before.get(part, lines), lines) for part, lines in now.items() if part != "trained"]
     return [f"{part}: {first(old, new)} → {first(new, old)}" for part, old, new in pairs if old != new]
-
-
-# -- what the plan of a call changes in a run that is there
 
 
 def former_run(task: Task, folder: Path) -> Run | None:
@@ -147,9 +141,6 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
 
 
-# -- which run a call without a name means
-
-
 def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
     plan = plan_for(task, pack, call)
@@ -176,9 +167,6 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
             with suppress(FileExistsError):
                 (folder := RUNS / f"{short}-{number}").mkdir(parents=True)
                 return folder
-
-
-# -- how a run starts, resumes, or is taken over
 
 
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
