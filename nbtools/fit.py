@@ -113,8 +113,7 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
     if str(run).startswith("drive:"):
-        rule = f"run={str(run)!r}: a run is written to local disk"
-        raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
+        raise CheckpointError(f"run={str(run)!r}: a run is on local disk, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
     folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()
     if not is_torchelastic_launched():  # else `launch` has done this

@@ -1,7 +1,5 @@
 """What training leaves behind: a run with its scores, network and answers; several in a table, or side by side."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -120,7 +118,7 @@ class Run:
         best, metric = self.best, self.metric[0]
         return f"{header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
-    def summary(self) -> pd.DataFrame:
+    def summary(self) -> "pd.DataFrame":
         """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""
         frame = self.history.frame("epoch")
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
@@ -185,7 +183,7 @@ class Run:
             raise PackError(f"{rule}; take ids from run.readable(pack)")
         return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]
 
-    def report(self, pack: Pack, split: str = "test") -> Report:
+    def report(self, pack: Pack, split: str = "test") -> "Report":
         """Return where the best model is right and wrong on a split of a pack: `.table`, `.confusion`, `.worst` samples
         and their `.pictures`; it shows by itself. Raises PackError as `nb.evaluate` does."""
         from nbtools.report import make_report  # with pandas and matplotlib
@@ -314,7 +312,7 @@ def lock(folder: Path) -> AbstractContextManager[None]:
     return disk.lock(cache() / "locks" / f"run-{key}.lock", busy)
 
 
-def runs(folder: str | Path = "runs") -> pd.DataFrame:
+def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
@@ -337,7 +335,7 @@ def open_runs(folder: Path) -> list[Run]:
     return opened
 
 
-def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
+def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
     """Return a row of results a run; None for what is unknown."""
     import pandas as pd
 
@@ -352,7 +350,7 @@ def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
-def compare(*runs: Run | str | Path | list[Any]) -> Comparison:
+def compare(*runs: Run | str | Path | list[Any]) -> "Comparison":
     """Compare runs, run folders, a list of them, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
     there is none, CheckpointError for a folder that cannot be opened."""
     given = [one for each in runs for one in (each if isinstance(each, list) else [each])]
@@ -369,7 +367,7 @@ class Comparison:
     runs: Mapping[str, Run]
 
     @cached_property
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """Return one row per run: its results, and each setting of the plan in which the runs differ."""
         frame = outcomes(self.runs)
         plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
