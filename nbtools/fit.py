@@ -166,7 +166,7 @@ def prepare(
         surface.report(message)
         if not progress and not is_torchelastic_launched():
             say(message)
-    return Job(pack, folder, kept, state, surface)
+    return Job(surface, kept)
 
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:

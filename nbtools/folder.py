@@ -277,10 +277,11 @@ class Job:
     """A run in progress. It is saved at the end of each epoch, and within one every minute, where that takes at most
     1 % of the time. Its best state is copied at once, and written before the next. kept: the second folder, if any."""
 
-    def __init__(self, pack: Pack, folder: Path, kept: Path | None, state: TrainState, surface: Surface):
-        self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
-        self.surface, self.history = surface, surface.history
-        self.keeper = None if kept is None else Keeper(folder, kept)
+    def __init__(self, surface: Surface, kept: Path | None):
+        self.surface, self.pack, self.folder, self.history = surface, surface.pack, surface.folder, surface.history
+        self.state = state = surface.state
+        self.task = state.task
+        self.keeper = None if kept is None else Keeper(self.folder, kept)
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
         self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()  # of seconds

@@ -263,8 +263,7 @@ def require_like(run: Any, pack: Pack) -> None:
             ours, theirs = ({n: each.get(n) for n in names} for each in (ours, theirs))
         if ours != theirs:
             rule = f"{pack.folder}: the pack's {name} differ from those that the run was trained with"
-            fix = "pack the data again with run.pack(source), or use run.predict"
-            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); {fix}"
+            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); pack the data with run.pack(source), or use run.predict"
             raise PackError(why, entry="Predictions differ between training and inference")
 
 
