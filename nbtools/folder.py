@@ -225,7 +225,7 @@ def begin(
     with disk.explained("resuming a run" if former else "starting a run", folder):
         for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
             ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
-            if ours and (path.suffix == ".part" or not former):  # half-written by a process that was killed
+            if ours and (path.suffix == ".part" or not former):  # half-written when killed, or of the run before
                 disk.remove(path)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, json.dumps(state.applied.to_dict(), indent=1))

@@ -314,10 +314,7 @@ def lock(folder: Path) -> AbstractContextManager[None]:
 def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
-    opened = open_runs(Path(folder))
-    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
-    times = (int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened)
-    return frame.assign(changed=[*map(datetime.fromtimestamp, times)])
+    return outcomes({run.folder.relative_to(folder).as_posix(): run for run in open_runs(Path(folder))})
 
 
 def open_runs(folder: Path) -> list[Run]:
@@ -345,7 +342,8 @@ def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
         score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
         wall = last.get("wall", 0.0)  # seconds of the whole run, as the live view counts them
         speed = {"minutes": wall / 60, "samples_per_s": last["samples"] / wall if wall else None}
-        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed})
+        changed = datetime.fromtimestamp(int(os.path.getmtime(run.folder / checkpoint.INDEX)))
+        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed, "changed": changed})
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
@@ -368,7 +366,7 @@ class Comparison:
     @cached_property
     def frame(self) -> "pd.DataFrame":
         """Return one row per run: its results, and each setting of the plan in which the runs differ."""
-        frame = outcomes(self.runs)
+        frame = outcomes(self.runs).drop(columns="changed")
         plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
         differing = plans.loc[:, plans.map(repr).nunique() > 1].add_prefix("plan.")
         return frame.join(differing).dropna(axis="columns", how="all")
