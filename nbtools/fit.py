@@ -18,7 +18,7 @@ from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackErro
 from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
-from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
+from nbtools.run import RECEIPT, VERDICT, Run, busy, lock, what_next
 from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
 
@@ -116,7 +116,7 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
         raise CheckpointError(f"run={str(run)!r}: a run is on local disk, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
     folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()
-    if not is_torchelastic_launched():  # else `launch` has done this
+    if not is_torchelastic_launched() and not busy(folder):  # else `launch` has done this, or the call is refused
         with disk.explained("starting a run", folder):
             disk.remove(folder / train.CONTROL)  # which was meant for an earlier run
     return folder, kept

@@ -17,6 +17,7 @@ from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
+from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nbtools import errors, live, train
@@ -148,6 +149,8 @@ def launch(
     from the last checkpoint when one is lost. Raises TrainError with the error of the process that failed first.
     """
     task, name = train.as_task(task), train.task_name(task)
+    if is_torchelastic_launched():
+        raise TrainError(f"processes (--processes) starts torchrun, got {processes} in a process of it; leave it out")
     if processes < 1:
         raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
     if name.startswith("__main__:") or name.endswith(":"):
