@@ -2,8 +2,6 @@
 options if they have a default or are keywords; of_pack: those of the task's `pack`; of_plan: the fields of its Plan.
 Results go to stdout, all else to stderr."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import inspect
@@ -59,23 +57,19 @@ def train(
     one per GPU; --measured: measure the advised plan first; --no-receipt: do not measure the receipt at the end;
     --smoke-test: train one epoch of 48 demo samples in a temporary folder; needs no --data."""
     if smoke_test:
-        return try_out(task, of_plan)
+        with tempfile.TemporaryDirectory() as name:
+            made = task.pack(task.demo(Path(name, "raw"), 48, **task.SMOKE), into=Path(name, "pack"), progress=False)
+            plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
+            tried = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
+            return (
+                f"It works: an epoch of demo data trained and saved; loaded, it has {nb.evaluate(tried, made, 'val')}"
+            )
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)
     plan = plan_of(task, made, measured, of_plan)
     act = nb.fit if processes == 1 else partial(nb.launch, processes=processes)
     return act(task, made, plan, run, keep, receipt=receipt, fresh=fresh)
-
-
-def try_out(task: Task, of_plan: Options) -> str:
-    """Train an epoch of demo data in a temporary folder, and evaluate what was saved; return a sentence."""
-    with tempfile.TemporaryDirectory() as name:
-        raw = task.demo(Path(name, "raw"), 48, **task.SMOKE)
-        made = task.pack(raw, into=Path(name, "pack"), progress=False)
-        plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
-        run = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
-        return f"It works: an epoch of demo data trained and saved; loaded, it has {nb.evaluate(run, made, 'val')}"
 
 
 def plan_of(task: Task, pack: nb.Pack, measured: bool, given: Options) -> nb.Plan:
@@ -201,21 +195,14 @@ def text(value: Any) -> str:
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that answers a mistake in one line, with the option or command nearest to a mistyped one."""
 
-    names: Iterable[str] = ()  # of the options of the command
+    options: Iterable[str] = ()  # of the command, where it exists
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"unrecognized arguments: ([^\s=]+)", message):
-            message += nearest(wrong[1], self.names)
-        elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += nearest(wrong[1], re.findall(r"\w+", wrong[2]))
+        if wrong := re.search(r"unrecognized arguments: ([^\s=]+)|invalid choice: '(.*?)'", message):
+            names = {each.lstrip("-").replace("-", "_"): each for each in self.options or (*HOOKS, *COMMANDS)}
+            near = similar((wrong[1] or wrong[2]).lstrip("-").replace("-", "_"), names)
+            message += f"; did you mean {names[near[0]]}?" if near else ""
         self.exit(2, f"nbtools: {sentence(message)} See {self.prog} --help\n")
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence that names the word nearest to a mistyped one."""
-    plain = {each.lstrip("-").replace("-", "_"): each for each in names}
-    near = similar(name.lstrip("-").replace("-", "_"), plain)
-    return f"; did you mean {plain[near[0]]}?" if near else ""
 
 
 def parser(words: Sequence[str]) -> Parser:
@@ -230,7 +217,7 @@ def parser(words: Sequence[str]) -> Parser:
         one = commands.add_parser(name, **shown, conflict_handler="resolve", allow_abbrev=False)
         if command == name:
             add_arguments(one, name, second)
-            top.names = one._option_string_actions
+            top.options = one._option_string_actions
     return top
 
 
@@ -242,8 +229,7 @@ def find_task(name: str) -> Task:
         return as_task(attrgetter(attribute)(made) if attribute else made)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         own = f"or one of your own that can be imported from here, as a module or MODULE:NAME ({error})"
-        message = f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}{nearest(name, BUILT_IN)}"
-    raise NbtoolsError(message)
+        raise NbtoolsError(f"no task {name!r}: use {', '.join(BUILT_IN)}, {own}") from None
 
 
 def add_arguments(one: Parser, command: str, second: str) -> None:

@@ -2,15 +2,13 @@
 written only if onnxruntime answers as torch does; next to each a JSON card of what is needed to use it. An ONNX file's
 batch size and ragged lengths are dynamic, and its floats are float32, whatever precision the run was trained in."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,24 +19,21 @@ from torch.utils._pytree import tree_leaves
 from nbtools import disk
 from nbtools.data import Pack, collate, say
 from nbtools.errors import MissingExtra, TrainError
+from nbtools.run import Run
 from nbtools.train import checkpoint, title_of
-
-if TYPE_CHECKING:
-    from nbtools.run import Run
 
 SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1
 INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors"
 
 
-def write_weights(run: Run, path: Path) -> Path:
-    """Write the weights as safetensors with their card; return their path."""
-    path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
-    return write(run, path, save({name: each.contiguous() for name, each in checkpoint.weights(run.folder).items()}))
-
-
-def write(run: Run, path: Path, content: bytes) -> Path:
+def write(run: Run, path: Path, pack: Pack | None) -> Path:
     """Write a file, and next to it as JSON the card of the data, the plan and the scores on the validation split."""
+    if path.suffix == ".onnx":
+        content = onnx_file(run, path, pack or Pack.open(run.index.get("pack", "")))
+    else:
+        path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
+        content = save({name: each.contiguous() for name, each in checkpoint.weights(run.folder).items()})
     scores = {name: value for name, value in run.best.items() if name.startswith("val_")}
     card = {"task": run.index["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict(), "validation": scores}
     with disk.explained("exporting", path):
@@ -60,8 +55,8 @@ class Graph(nn.Module):
         return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
-def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
-    """Write the network, and say how its answers compare with torch's on a pack. Raises MissingExtra, TrainError."""
+def onnx_file(run: Run, path: Path, pack: Pack) -> bytes:
+    """Return the network, and say how its answers compare with torch's on a pack. Raises MissingExtra, TrainError."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -93,7 +88,7 @@ def write_onnx(run: Run, path: Path, pack: Pack) -> Path:
             cannot = f"torch {torch.__version__} cannot export {type(graph.network).__name__} as ONNX: {why}"
             raise TrainError(f"{cannot}; nothing was written. {INSTEAD}") from None
     say(f"{path}: on {SAMPLES} samples its outputs in onnxruntime differ from torch's by at most {apart:.1g}")
-    return write(run, path, file.getvalue())
+    return file.getvalue()
 
 
 def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> float:

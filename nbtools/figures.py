@@ -1,7 +1,5 @@
 """Captioned pictures that a notebook shows by itself. Places are px from the top left, at 100 px an inch."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Sequence

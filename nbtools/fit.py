@@ -1,7 +1,5 @@
 """fit: one training run from the user's call to its receipt. The same call again resumes it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import traceback
@@ -20,7 +18,7 @@ from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackErro
 from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
-from nbtools.run import RECEIPT, VERDICT, Run, lock, what_next
+from nbtools.run import RECEIPT, VERDICT, Run, busy, lock, what_next
 from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
 
@@ -80,19 +78,15 @@ def fit(
     with lock(folder):
         there = folder.is_dir() and any(folder.iterdir())
         try:
-            if not is_torchelastic_launched():  # else `launch` has removed requests that were meant for an earlier run
-                with disk.explained("starting a run", folder):
-                    disk.remove(folder / train.CONTROL)
             if kept is not None:
                 restore(folder, kept, fresh)
-            job = prepare(task, pack, plan, folder, fresh, ranks, progress, samples)
+            job = prepare(task, pack, plan, folder, kept, fresh, ranks, progress, samples)
             release_gpu = release_gpu and not job.state.over  # else nothing is trained
         except NbtoolsError:
             with suppress(OSError):  # of a disk that failed
                 if not there and folder.is_dir() and not folder.is_symlink():  # made or copied for this call
                     disk.remove(folder)
             raise
-        job.keeper = None if kept is None else train.Keeper(folder, kept)
         interrupted = carry_out(job, receipt, watchers, begun)
         result, keeper, stopped = Run.open(folder, task), job.keeper, job.surface.requests.stop
         result.events = job.surface.events
@@ -119,10 +113,13 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
     if str(run).startswith("drive:"):
-        rule = f"run={str(run)!r}: a run is written to local disk"
-        raise CheckpointError(f"{rule}, and copied to Drive by keep={str(run)!r}")
+        raise CheckpointError(f"run={str(run)!r}: a run is on local disk, and copied to Drive by keep={str(run)!r}")
     kept = None if keep is None else place_to_keep(keep)
-    return own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser(), kept
+    folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()
+    if not is_torchelastic_launched() and not busy(folder):  # else `launch` has done this, or the call is refused
+        with disk.explained("starting a run", folder):
+            disk.remove(folder / train.CONTROL)  # which was meant for an earlier run
+    return folder, kept
 
 
 def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
@@ -137,7 +134,7 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
 
 
 def prepare(
-    task: Task, pack: Pack, call: Any, folder: Path, fresh: bool, ranks: Ranks, progress: bool, samples: Any
+    task: Task, pack: Pack, call: Any, folder: Path, kept: Any, fresh: bool, ranks: Ranks, progress: bool, samples: Any
 ) -> Job:
     """Return the run of a folder, ready to train. call: what the user gave as the plan."""
     former = None if fresh else former_run(task, folder)
@@ -169,26 +166,25 @@ def prepare(
         surface.report(message)
         if not progress and not is_torchelastic_launched():
             say(message)
-    return Job(pack, folder, state, surface)
+    return Job(surface, kept)
 
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
     """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
-    stop = surface.requests.post
-    with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
+    with FirstSignal(signal.SIGTERM, partial(surface.requests.post, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
                 cold_start = follow(job, callbacks, begun)
             checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
             job.state.ranks.end()
-            with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
+            with surface.interrupts:
                 finish(job, receipt, cold_start)
             if surface.notebook:
                 surface.tell(what_next(Run.open(job.folder, job.task)))
         finally:
             job.close()
-    return sigint.came or surface.interrupts.came
+    return surface.interrupts.came
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:
@@ -243,9 +239,6 @@ def act(job: Job, guard: Guard) -> bool:
             surface.listen()
 
 
-# -- what is measured
-
-
 def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
     """Report why the run stopped early; measure the receipt, under torchrun of one process with its share."""
     state, surface, path = job.state, job.surface, job.folder / RECEIPT
@@ -291,9 +284,6 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence
         surface.panel.propose(f"Faster: {verdict.best}" if state.over else verdict.sentence, verdict.change)
     tell(verdict.sentence)
-
-
-# -- callbacks
 
 
 def watchers_of(callbacks: Sequence[Callback], log: str | None) -> list[Callback]:

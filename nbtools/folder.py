@@ -1,7 +1,5 @@
 """A run's folder: which one a call refers to and changes; how it starts, resumes, is taken over, and is saved."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -31,9 +29,6 @@ FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 Lines = Mapping[str, list[str]]
-
-
-# -- what makes two runs the same
 
 
 def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
@@ -91,9 +86,6 @@ def differences(before: Lines, now: Lines) -> list[str]:
     return [f"{part}: {first(old, new)} → {first(new, old)}" for part, old, new in pairs if old != new]
 
 
-# -- what the plan of a call changes in a run that is there
-
-
 def former_run(task: Task, folder: Path) -> Run | None:
     """Return the run in a folder; None where there is none with a finished step. Raises CheckpointError, DiskError."""
     return Run.open(folder, task) if last_place(checkpoint.read_index(folder))[1] else None
@@ -149,9 +141,6 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
 
 
-# -- which run a call without a name means
-
-
 def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
     plan = plan_for(task, pack, call)
@@ -180,22 +169,19 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
                 return folder
 
 
-# -- how a run starts, resumes, or is taken over
-
-
 def restore(folder: Path, kept: Path, fresh: bool) -> None:
     """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
     ours, theirs = checkpoint.read_index(folder), retry(lambda: checkpoint.read_index(kept), kept)
-    if not last_place(theirs)[1] and kept.resolve() != folder.resolve():  # not even one step
+    if kept.resolve() == folder.resolve():
+        raise CheckpointError(f"{kept} is the run's own folder; name another keep=")
+    if not last_place(theirs)[1]:  # not even one step
         return
-    for wrong, rule in (
-        (kept.resolve() == folder.resolve(), f"{kept} is the run's own folder; name another keep="),
-        (fresh, f"{kept} holds a run, which fresh=True does not replace; name another keep="),
-        (not ours.get("id") and any(folder.glob("*")), f"{folder} holds files but no run; name another run="),
-        (ours and ours.get("id") != theirs.get("id"), f"{kept} holds a different run from {folder}; use another keep="),
-    ):
-        if wrong:
-            raise CheckpointError(rule)
+    if fresh:
+        raise CheckpointError(f"{kept} holds a run, which fresh=True does not replace; name another keep=")
+    if not ours.get("id") and any(folder.glob("*")):
+        raise CheckpointError(f"{folder} holds files but no run; name another run=")
+    if ours and ours.get("id") != theirs.get("id"):
+        raise CheckpointError(f"{kept} holds a different run from {folder}; use another keep=")
     if ours and continues(ours, theirs):
         return
     if ours and not continues(theirs, ours):
@@ -232,13 +218,15 @@ def begin(
     """Start the run in a folder, or load its last checkpoint; return its history, and complaints about newer ones.
     given: the plan that counts as given; call: what the user gave; now: the identity of this call. Raises
     CheckpointError for another one."""
-    index = former.index if former else {}
+    index, complaints = former.index if former else {}, []
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= (and keep=) for this one, or start over with fresh=True")
-    complaints: list[str] = []
     with disk.explained("resuming a run" if former else "starting a run", folder):
-        clear(folder, former is not None)
+        for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
+            ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
+            if ours and (path.suffix == ".part" or not former):  # half-written when killed, or of the run before
+                disk.remove(path)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, json.dumps(state.applied.to_dict(), indent=1))
         history = History(folder / HISTORY)
@@ -256,9 +244,8 @@ def begin(
         "given": given.given() or index.get("given", {}),
         "applied": state.applied.to_dict(),
         "advised": advised.to_dict() if advised else index.get("advised", state.plan.to_dict()),
+        "lr_trial": trial.to_dict() if (trial := getattr(call, "lr_trial", None)) else index.get("lr_trial"),
     }
-    if trial := getattr(call, "lr_trial", None):
-        plans["lr_trial"] = trial.to_dict()
     made = {"version": checkpoint.VERSION, "nbtools": disk.VERSION, "pack": str(pack.folder.absolute())}
     task = {"task": train.task_name(state.task), "metric": state.task.BEST, "identity": now}
     starts = starts if state.over else [*starts, [uuid4().hex[:8], state.step]]
@@ -267,14 +254,6 @@ def begin(
     if former is None:
         checkpoint.publish(folder, checkpoint.snapshot(state, rows=0))
     return history, complaints
-
-
-def clear(folder: Path, resumes: bool) -> None:
-    """Remove what a killed process left half-written, and a run in whose place a new one starts; other files stay."""
-    for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-        ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
-        if ours and (path.suffix == ".part" or not resumes):
-            disk.remove(path)
 
 
 def is_ours(path: Path) -> bool:
@@ -296,13 +275,13 @@ def resume(folder: Path, state: TrainState, history: History) -> tuple[list[str]
 
 class Job:
     """A run in progress. It is saved at the end of each epoch, and within one every minute, where that takes at most
-    1 % of the time. Its best state is copied at once, and written before the next. keeper: copies the folder to where
-    the run is kept, if it is."""
+    1 % of the time. Its best state is copied at once, and written before the next. kept: the second folder, if any."""
 
-    def __init__(self, pack: Pack, folder: Path, state: TrainState, surface: Surface):
-        self.task, self.pack, self.folder, self.state = state.task, pack, folder, state
-        self.surface, self.history = surface, surface.history
-        self.keeper: Keeper | None = None
+    def __init__(self, surface: Surface, kept: Path | None):
+        self.surface, self.pack, self.folder, self.history = surface, surface.pack, surface.folder, surface.history
+        self.state = state = surface.state
+        self.task = state.task
+        self.keeper = None if kept is None else Keeper(self.folder, kept)
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
         self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written
         self.writer, self.writing = ThreadPoolExecutor(1, "nbtools-writer"), Future[float]()  # of seconds
@@ -313,11 +292,9 @@ class Job:
         self.history.append(record)
         self.write_plan()
         since, ends = monotonic() - self.saved, record.kind == "epoch"
-        due = (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result()
-        # A checkpoint amid a change would resume with its row, but without the change.
-        if record.kind == "change":
+        if record.kind == "change":  # a checkpoint amid it would resume with its row, but without the change
             return
-        if due:
+        if (ends or since > SAVE_EVERY) and self.writing.done() and since * SAVE_SHARE >= self.writing.result():
             self.save()
         elif self.state.improved and not self.state.lost():
             self.best, self.state.improved = checkpoint.snapshot(self.state, len(self.history), best=True), False

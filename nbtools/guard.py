@@ -1,8 +1,6 @@
 """The guard resumes training from an earlier checkpoint: from before a change that made it diverge, or that the user
 undoes, with the plan of that time; from the best one, with the current plan; or from the last, checking each step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator
 from typing import Any

@@ -1,8 +1,6 @@
 """Runs in other processes: `watch` shows one, and sends it requests through `control.json`; `launch` starts `nb.fit` in
 several under torchrun, and watches them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -15,7 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +20,7 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from nbtools import disk, errors, live, train
+from nbtools import errors, live, train
 from nbtools.data import Pack, cores, say
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit, opening
@@ -40,57 +37,55 @@ def watch(run: str | Path, wait: float = 60.0) -> Run:
 
     wait: seconds to wait for the run to start. Raises CheckpointError if there is no run.
     """
-    folder, left, end = Path(run), Event(), monotonic() + wait
+    folder, end = Path(run), monotonic() + wait
     while not checkpoint.read_index(folder) and monotonic() < end:
         sleep(MOMENT)
     remote = Remote(Run.open(folder))
-    with FirstSignal(signal.SIGINT, left.set):
-        remote.follow(lambda: busy(folder) and not left.is_set())
+    with FirstSignal(signal.SIGINT, lambda: None) as ctrl_c:
+        remote.follow(lambda: busy(folder) and not ctrl_c.came)
     if busy(folder):
         stop = f"python -m nbtools control {folder} stop"
-        remote.view.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")
+        remote.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")
     return Run.open(folder)
 
 
-class Remote:
-    """A run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions that it has
-    not taken yet; asked: the plan and the pause that it was asked for; shown: rows of the history."""
+class Remote(live.View):
+    """A View of a run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions
+    that it has not taken yet; asked: the plan and the pause that it was asked for."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        plan, best = run.plan, run.index.get("metric", "-loss")
-        self.run, self.history, self.plans = run, History(run.folder / HISTORY), live.Plans(plan, plan)
-        self.view = live.View(run.folder, self.history, plan, run.card, best, given, show)
+        plan, best, history = run.plan, run.index.get("metric", "-loss"), History(run.folder / HISTORY)
+        super().__init__(run.folder, history, plan, run.card, best, given, show)
+        self.run, self.plans = run, live.Plans(plan, plan)
         fits = partial(train.require_batch, count=run.card.splits["train"])
         self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
-        self.sent, self.shown, self.asked = set[str](), len(self.history), (plan, False)
-        self.status = live.TRAINING if self.shown else live.STARTING
+        self.sent, self.asked = set[str](), (plan, False)
+        self.status = live.TRAINING if self.history.rows else live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
         """Draw while the run lasts, and send what is requested; then draw how it ended, and say what to do next."""
-        due, view, panel = 0.0, self.view, self.view.panel if self.view.notebook else None
-        with ExitStack() as stack:
-            stack.callback(self.finish)
-            messages = stack.enter_context(live.Messages())
-            if panel is not None:
-                stack.callback(panel.end)
-                panel.begin(self.requests)
-            view.start(self.status)
-            while lasts():
-                messages.handle()
-                self.send()
-                if (begun := monotonic()) >= due:
-                    self.read()
-                    due = monotonic() + max(READ_EVERY, 20 * (monotonic() - begun))  # thousands of rows take long
+        due, panel = 0.0, self.panel if self.notebook else None
+        try:
+            with live.Messages() as messages, ExitStack() as stack:
                 if panel is not None:
-                    panel.refresh()
-                view.draw(live.PAUSED if self.requests.paused else self.status)
-                sleep(MOMENT)
-            self.read()
-
-    def finish(self) -> None:
-        self.view.finish([], self.run.state)
-        if self.run.state in live.OVER and self.run.index:  # else it goes on, or did not begin
-            self.view.tell(what_next(self.run))
+                    stack.callback(panel.end)
+                    panel.begin(self.requests)
+                self.start(self.status)
+                while lasts():
+                    messages.handle()
+                    self.send()
+                    if (begun := monotonic()) >= due:
+                        self.read()
+                        due = monotonic() + max(READ_EVERY, 20 * (monotonic() - begun))  # thousands of rows take long
+                    if panel is not None:
+                        panel.refresh()
+                    self.draw(live.PAUSED if self.requests.paused else self.status)
+                    sleep(MOMENT)
+                self.read()
+        finally:
+            self.finish([], self.run.state)
+            if self.run.state in live.OVER and self.run.index:  # else it goes on, or did not begin
+                self.tell(what_next(self.run))
 
     def send(self) -> None:
         """Send what was requested since the last call, once the run has taken that; until then an action is pending."""
@@ -107,25 +102,21 @@ class Remote:
 
     def read(self) -> None:
         """Follow the run's plan, and show the rows that are new, or other ones where it went back."""
-        before, new, plan = self.history.rows[: self.shown], [], self.plans.applied
+        before, new, plan = self.history.rows, [], self.plans.applied
         if self.history.refresh():
-            pairs = zip(before, self.history.rows, strict=False)
-            equal = takewhile(lambda rows: str(rows[0]) == str(rows[1]), pairs)  # as text: NaN is not NaN
-            new = self.history.rows[len([*equal]) :]
+            pairs = zip(map(str, before), map(str, self.history.rows), strict=False)  # as text: NaN is not NaN
+            new = self.history.rows[len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
         back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))
         if plan != self.plans.applied or any(row.get("mark") for row in new) or any(back):
             self.plans.plan = self.plans.applied = plan
             self.asked = plan, self.asked[1]
-            self.view.changed(plan)
+            self.changed(plan)
         for row in new:
             self.status, values = live.TRAINING, {name: value for name, value in row.items() if name not in KEYS}
-            self.view.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
-        self.shown = len(self.history)
+            self.advance(Record(row["kind"], row["epoch"], row["step"], row["samples"], values))
 
-
-# -- under torchrun
 
 CODE = """
 import ctypes, sys
@@ -170,8 +161,6 @@ def launch(
     call = plan and SimpleNamespace(plan=getattr(plan, "plan", plan), **parts)
     if progress:
         say(f"starting {processes} processes under torchrun …")
-    with disk.explained("starting a run", folder):
-        disk.remove(folder / CONTROL)  # which was meant for an earlier run
     events, interrupted, before = [], False, checkpoint.read_index(folder)
     with start((name, pack, call, folder, kept, receipt, fresh), processes, restarts) as torchrun:
         while torchrun.poll() is None and checkpoint.read_index(folder) in ({}, before):
@@ -180,7 +169,7 @@ def launch(
             remote = Remote(Run.open(folder, task), plan, progress)
             with FirstSignal(signal.SIGINT, partial(remote.requests.post, "stop")) as ctrl_c:
                 remote.follow(lambda: torchrun.poll() is None)
-            events, interrupted = remote.view.events, ctrl_c.came
+            events, interrupted = remote.events, ctrl_c.came
     result = Run.open(folder, task)
     result.events = events
     if interrupted and running_kernel() is None:

@@ -3,10 +3,7 @@
 Answers are those of `Task.decode`; the right ones `Task.text_of`, else the column `y` of an `nb.pack`, or `label`.
 """
 
-from __future__ import annotations
-
 import base64
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, zip_longest
@@ -88,7 +85,10 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
     answers = [each.cpu().numpy() if isinstance(each, Tensor) else each for each in answers]
     truths = [right_answer(run, pack, i) for i in ids]
     kind, names, pairs = compare_answers(run, pack, truths, answers)
-    counts = count_pairs(names, pairs if kind == "map" else [np.concatenate(pairs)])
+    counted = np.zeros((len(names), len(names)), int)
+    for pair in pairs:
+        np.add.at(counted, tuple(pair.T), 1)
+    counts = pd.DataFrame(counted, pd.Index(names, name="truth"), pd.Index(names, name="answer"))
     if kind == "text":
         flat: Any = counts.stack()
         every = flat.reset_index(name="count")
@@ -149,13 +149,6 @@ def align(truth: str, answer: str) -> list[tuple[str, str]]:
     steps = Levenshtein.opcodes(truth, answer)
     ranges = [(truth[s.src_start : s.src_end], answer[s.dest_start : s.dest_end]) for s in steps]
     return [pair for true, read in ranges for pair in zip_longest(true, read, fillvalue="")]
-
-
-def count_pairs(names: Sequence[str], parts: Sequence[Any]) -> pd.DataFrame:
-    """Return how often each name was answered (columns) for each (rows), by their places (N, 2)."""
-    counts = sum(np.bincount(part @ [len(names), 1], minlength=len(names) ** 2) for part in parts)
-    index, columns = pd.Index(names, name="truth"), pd.Index(names, name="answer")
-    return pd.DataFrame(np.reshape(counts, (len(names), -1)), index, columns)
 
 
 def scores(counts: pd.DataFrame, iou: bool = False) -> pd.DataFrame:

@@ -1,7 +1,5 @@
 """What training leaves behind: a run with its scores, network and answers; several in a table, or side by side."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -21,7 +19,6 @@ from torch import nn
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
-from nbtools.export import write_onnx, write_weights
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from nbtools.report import Report
 
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
-SUMMARY = ("lr", "epoch_time", "samples_per_s", "data_wait", "batch_size")  # after losses and metrics
 FREE = {"classes", "category_of", "mean", "std", "roles", "stored", "label", "case"}  # options that no network reads
 
 
@@ -122,20 +118,17 @@ class Run:
         best, metric = self.best, self.metric[0]
         return f"{header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
-    def summary(self) -> pd.DataFrame:
+    def summary(self) -> "pd.DataFrame":
         """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""
         frame = self.history.frame("epoch")
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
-        names = [str(name) for name in frame]
-        scores = [name for name in names if name.startswith(("train_", "val_"))]
-        return frame.loc[:, [*scores, *(n for n in SUMMARY if n in names), *(n for n in names if "memory" in n)]]
+        rest = frame.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|memory")
+        return frame.filter(regex="^(train|val)_").join(rest)
 
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
         best = f", best {self.reached}" if self.reached else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
-
-    # -- its network
 
     def model(self, device: torch.device | str | None = None) -> nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
@@ -190,7 +183,7 @@ class Run:
             raise PackError(f"{rule}; take ids from run.readable(pack)")
         return self.answers((pack.sample(int(i)) for i in ids), batch_size)[0]
 
-    def report(self, pack: Pack, split: str = "test") -> Report:
+    def report(self, pack: Pack, split: str = "test") -> "Report":
         """Return where the best model is right and wrong on a split of a pack: `.table`, `.confusion`, `.worst` samples
         and their `.pictures`; it shows by itself. Raises PackError as `nb.evaluate` does."""
         from nbtools.report import make_report  # with pandas and matplotlib
@@ -202,9 +195,9 @@ class Run:
         """Write the best weights as safetensors with a JSON card of all that is needed to use them; to a path that ends
         in `.onnx` the network itself, if its answers are torch's on samples of `pack` (None: that of its training).
         Raises TrainError if they differ or it cannot be exported, MissingExtra, and PackError if the pack is gone."""
-        if (path := local(str(path))).suffix != ".onnx":
-            return write_weights(self, path)
-        return write_onnx(self, path, pack or Pack.open(self.index.get("pack", "")))
+        from nbtools.export import write  # which needs this module
+
+        return write(self, local(str(path)), pack)
 
     def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
         """Return the answers to samples, `size` at a time, and of those that are classes the probability of each."""
@@ -270,8 +263,7 @@ def require_like(run: Any, pack: Pack) -> None:
             ours, theirs = ({n: each.get(n) for n in names} for each in (ours, theirs))
         if ours != theirs:
             rule = f"{pack.folder}: the pack's {name} differ from those that the run was trained with"
-            fix = "pack the data again with run.pack(source), or use run.predict"
-            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); {fix}"
+            why = f"{rule} ({theirs!s:.120} and {ours!s:.120}); pack the data with run.pack(source), or use run.predict"
             raise PackError(why, entry="Predictions differ between training and inference")
 
 
@@ -319,16 +311,10 @@ def lock(folder: Path) -> AbstractContextManager[None]:
     return disk.lock(cache() / "locks" / f"run-{key}.lock", busy)
 
 
-# -- several runs
-
-
-def runs(folder: str | Path = "runs") -> pd.DataFrame:
+def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
-    opened = open_runs(Path(folder))
-    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
-    times = (int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened)
-    return frame.assign(changed=[*map(datetime.fromtimestamp, times)])
+    return outcomes({run.folder.relative_to(folder).as_posix(): run for run in open_runs(Path(folder))})
 
 
 def open_runs(folder: Path) -> list[Run]:
@@ -345,7 +331,7 @@ def open_runs(folder: Path) -> list[Run]:
     return opened
 
 
-def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
+def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
     """Return a row of results a run; None for what is unknown."""
     import pandas as pd
 
@@ -356,11 +342,12 @@ def outcomes(runs: Mapping[str, Run]) -> pd.DataFrame:
         score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
         wall = last.get("wall", 0.0)  # seconds of the whole run, as the live view counts them
         speed = {"minutes": wall / 60, "samples_per_s": last["samples"] / wall if wall else None}
-        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed})
+        changed = datetime.fromtimestamp(int(os.path.getmtime(run.folder / checkpoint.INDEX)))
+        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed, "changed": changed})
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
-def compare(*runs: Run | str | Path | list[Any]) -> Comparison:
+def compare(*runs: Run | str | Path | list[Any]) -> "Comparison":
     """Compare runs, run folders, a list of them, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
     there is none, CheckpointError for a folder that cannot be opened."""
     given = [one for each in runs for one in (each if isinstance(each, list) else [each])]
@@ -377,9 +364,9 @@ class Comparison:
     runs: Mapping[str, Run]
 
     @cached_property
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """Return one row per run: its results, and each setting of the plan in which the runs differ."""
-        frame = outcomes(self.runs)
+        frame = outcomes(self.runs).drop(columns="changed")
         plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
         differing = plans.loc[:, plans.map(repr).nunique() > 1].add_prefix("plan.")
         return frame.join(differing).dropna(axis="columns", how="all")

@@ -1,7 +1,5 @@
 """Results as tables and as plain JSON, and numbers, sizes and times as text."""
 
-from __future__ import annotations
-
 import dataclasses
 import html as markup
 import re
