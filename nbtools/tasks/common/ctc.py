@@ -78,7 +78,7 @@ def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
     return inputs, {"logits": logits, "steps": steps}
 
 
-# -- by cuDNN: neither loss nor gradient waits for the host, both are deterministic, and a CUDA graph may record them.
+# By cuDNN: neither loss nor gradient waits for the host, both are deterministic, and a CUDA graph may record them.
 # `F.ctc_loss` copies lengths to the host on the way to either of its kernels, so the operator is called below it. It
 # checks nothing: texts lie in a tensor of fixed size, and what cuDNN leaves undefined is masked here.
 
