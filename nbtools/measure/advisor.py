@@ -327,7 +327,7 @@ class Search:
 
 def evaluation_s(run: Stepper, plan: Plan) -> float:
     """Return the seconds that an evaluation during training takes for a sample; 0.0 without validation samples."""
-    plan, seconds = plan.while_training().replace(micro_batch_size=run.state.recovery.micro), 0.0
+    plan, seconds = plan.while_training().replace(micro_batch_size=run.state.micro), 0.0
     for most in (2, plan.batch_size * max(run.lanes, 1)) if len(run.pack.ids("val")) else ():  # the first loads kernels
         start, few, sums = run.clock(), plan.replace(eval_samples=most), Sums(run.device)
         samples = sum(evaluation.score_split(run.task, run.state.model, run.pack, few, "val", sums, run.feed))

@@ -282,7 +282,7 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
     last steps; None if one is no number."""
     whole, rest = divmod(steps, batches_in(stepper.pack.splits["train"], stepper.plan.batch_size))
     part = sum(map(len, epoch_batches(stepper.pack, stepper.plan, whole)[:rest]))
-    stepper.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs
+    stepper.state.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs
     training = list[torch.Tensor]()
     for step in range(1, steps + 1):
         loss, count = stepper.step(next(stepper.batches))

@@ -1,8 +1,6 @@
 """Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode; and of a few samples before
 anything is trained or written. K classes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -110,12 +108,10 @@ def score_split(
         yield len(raw["id"])
 
 
-def evaluate(
-    task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
-) -> dict[str, float]:
+def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str) -> dict[str, float]:
     """Return metric → value over what the network can read of a split. Raises TrainError if that is empty."""
     sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
-    shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
+    shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
         for number in score_split(task, model, pack, plan.replace(eval_samples=None), split, sums):
             counted.update(number)

@@ -4,8 +4,6 @@ A GPU works behind the host's back: the host only queues kernels. So time is rea
 clock is exact. Values cross to the host on log steps only, whose rows come when they have arrived.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
