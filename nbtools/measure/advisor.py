@@ -64,7 +64,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     task = train.as_task(task)
     pretrained, network = describe_network(task, pack)
     path = pack.folder.with_name(f"{pack.folder.name}.advice.json")  # not in it, since a pack's contents are verified
-    pack = train.readable(task, pack, by_rules(task, pack, pretrained, {}).plan)
+    pack = task.part(pack, by_rules(task, pack, pretrained, {}).plan)
     advice, kept = by_rules(task, pack, pretrained, {}), dict[str, Any]()
     parts = [VERSION, machine(), pack.card.digest, train.task_name(task), advice.plan.to_dict(), *network]
     key = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -22,7 +22,7 @@ from nbtools.measure.machine import kilobytes, room
 from nbtools.measure.timing import EAGER, Clock, Stepper, epoch_batches, finish, untouched, wall
 from nbtools.measure.turns import Deadline, timed
 from nbtools.show import Report, digits, number, percent, plural, size
-from nbtools.train import Plan, TaskLike, evaluation, readable, release
+from nbtools.train import Plan, TaskLike, as_task, evaluation, release
 from nbtools.train import device as devices
 
 WITHIN, RISING = 0.95, 1.03  # of the best throughput: is chosen; of the last: still rises
@@ -75,7 +75,7 @@ def find_batch(
     most: the largest size to consider (never more than the train split). seconds: roughly what the search takes.
     Nothing outside changes. Raises TrainError if not even one sample fits, or the train split has fewer than two.
     """
-    device, pack = devices.pick(), readable(task, pack, plan)
+    device, pack = devices.pick(), as_task(task).part(pack, plan)
     train = pack.splits["train"]
     whole = plan.replace(micro_batch_size=None, batch_size=min(plan.batch_size, train), **EAGER)
     with untouched(device):  # no local name outlives it that would keep the model in memory
@@ -221,7 +221,7 @@ def lr_trial(
     recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better. seconds:
     of the trial; 0: a tenth of the training, at least 15 and at most 120.
     """
-    pack, count, device = readable(task, pack, plan), len(lrs or FACTORS), devices.pick()
+    pack, count, device = as_task(task).part(pack, plan), len(lrs or FACTORS), devices.pick()
     planned = plan.epochs * batches_in(pack.splits["train"], plan.batch_size)
     seconds = seconds or min(max(LEAST_S, SHARE * planned * step_s), MOST_S)
     if seconds < LEAST_STEPS * count * step_s:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bind, meter, readable, require_sizes, train_step
+from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, bind, meter, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
@@ -98,7 +98,7 @@ class Stepper:
         learning: bool = False,
         halves: bool = True,
     ):
-        pack = readable(task, pack, plan)
+        pack = as_task(task).part(pack, plan)
         require_sizes(pack, plan)
         self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
         self.clock, self.halves = clock, halves

@@ -19,7 +19,7 @@ from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, readable, set_training, title_of
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, set_training, title_of
 
 REHEARSED = 8  # samples
 
@@ -110,7 +110,7 @@ def score_split(
 
 def evaluate(task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str) -> dict[str, float]:
     """Return metric → value over what the network can read of a split. Raises TrainError if that is empty."""
-    sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
+    sums, pack = Sums(next(model.parameters()).device), as_task(task).part(pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
         for number in score_split(task, model, pack, plan.replace(eval_samples=None), split, sums):

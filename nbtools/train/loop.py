@@ -24,7 +24,7 @@ from nbtools.train.plan import require_sizes
 from nbtools.train.ranks import Ended, Restarted
 from nbtools.train.state import TrainState, adopt, change
 from nbtools.train.step import train_step
-from nbtools.train.task import TaskLike, bind, readable
+from nbtools.train.task import TaskLike, bind
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -38,7 +38,7 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     infinite: a checkpoint may be loaded, and this called again. On several ranks this is rank 0's; the others `obey`.
     """
     state.task = bind(task, state.card)
-    pack = readable(task, pack, state.plan)
+    pack = state.task.part(pack, state.plan)
     if pack.card.digest != state.card.digest:
         raise TrainError(f"{pack.folder} is not the pack of this state; make another, nb.TrainState(task, pack, plan)")
     require_sizes(pack, state.plan)

@@ -21,7 +21,7 @@ from nbtools.train.meter import Meter
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, bind, build, order, readable
+from nbtools.train.task import TaskLike, as_task, bind, build, order
 
 POSITION = ("epoch", "step", "samples", "segments", "lr", "unscaled")  # of a state: where it is
 RECOVERY = ("micro", "careful_until", "skipped")  # what failed steps left behind
@@ -51,7 +51,7 @@ class TrainState:
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: Device = None, ranks: Ranks | None = None):
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
-        self.card = readable(task, pack, plan).card
+        self.card = as_task(task).part(pack, plan).card
         self.epoch_size: float = self.card.splits["train"]  # samples
         self.task = bind(task, self.card)
         self.device = device = torch.device(device) if device is not None else devices.pick()

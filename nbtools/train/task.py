@@ -253,14 +253,9 @@ def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
     return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
-def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
-    """Return the part of a pack that the plan's network can read."""
-    return as_task(task).part(pack, plan)
-
-
-def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
+def unread(task: Task, pack: Pack, plan: Any) -> str:
     """Return how much of a pack the plan's network can read, in a sentence; "" for all."""
-    part = readable(task, pack, plan)
+    part = task.part(pack, plan)
     counts = [f"{part.splits[split]:,} of {count:,} {split}" for split, count in pack.splits.items() if count]
     return f"this network reads {', '.join(counts)} samples" if part.splits != pack.splits else ""
 
