@@ -66,13 +66,12 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block out of `wall`."""
-        start = self.clock()
+        """Leave a block of the loop out of `wall`."""
+        self.stop()
         try:
             yield
         finally:
-            if self.since is not None:
-                self.since += self.clock() - start
+            self.start()
 
 
 def seconds(spans: Spans) -> tuple[float, float]:
