@@ -170,6 +170,6 @@ def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
     as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
     names = ["loss", *score(task.metrics, outputs, batch, task.card)]
-    if task.card is not None and (task.BEST.lstrip("-") not in names or task.BEST in ("loss", "mae", "mse")):
+    if task.BEST.lstrip("-") not in names or (task.card is not None and task.BEST in ("loss", "mae", "mse")):
         rule = f"BEST must be one of {', '.join(names)}, with a minus where lower is better"
         raise TrainError(f"{title_of(task)}: {rule}, got {task.BEST!r}; correct it")

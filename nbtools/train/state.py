@@ -149,9 +149,6 @@ class TrainState:
         if self.best.metric not in (None, metric):
             self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
         best = self.best
-        if f"val_{metric}" not in values:
-            named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
-            raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
         value, loss = values[f"val_{metric}"], values["val_loss"]
         beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
         self.improved = math.isfinite(value) and beaten
