@@ -212,7 +212,7 @@ class Run:
         device, answers, shares = next(model.parameters()).device, [], []
         while chunk := list(islice(samples, size)):
             raw = {name: tensor.to(device) for name, tensor in collate(chunk, card.columns).items()}
-            outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
+            outputs = evaluation.forward(self.task, model, raw, self.plan)[1]
             answers += self.task.decode(outputs, card)
             with suppress(TrainError):  # of outputs that are no tensor
                 logits = train.logits_of(outputs[0] if isinstance(outputs, tuple) else outputs).float()

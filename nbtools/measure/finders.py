@@ -292,7 +292,7 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
     losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).float().cpu().numpy().astype(np.float64)
     if validation and np.isfinite(losses).all():
         batches = (raw for raw in stepper.feed(validation) if stepper.clock() >= 0)  # a Deadline ends here too
-        losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan, stepper.device)
+        losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan)
     return losses if np.isfinite(losses).all() else None
 
 
