@@ -52,7 +52,7 @@ class TrainState:
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
         self.card = as_task(task).part(pack, plan).card
-        self.epoch_size: float = self.card.splits["train"]  # samples
+        self.epoch_size: float = self.card.splits["train"]  # samples; a trial of learning rates sets its own
         self.task = bind(task, self.card)
         self.device = device = torch.device(device) if device is not None else devices.pick()
         self.model = self.new_model()
