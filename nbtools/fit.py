@@ -127,7 +127,7 @@ def follower(task: Task, pack: Pack, ranks: Ranks) -> Run:
     with FirstSignal(signal.SIGINT, lambda: None), FirstSignal(signal.SIGTERM, lambda: None):
         values, folder = ranks.broadcast()
         plan = type(task.PLAN)(**values)
-        pack = train.readable(task, pack, plan)
+        pack = task.part(pack, plan)
         state = devices.run_or_explain(lambda: TrainState(task, pack, plan, ranks=ranks))
         train.obey(task, state, pack)
     return Run(Path(folder), task, pack.card, state.plan)
@@ -143,7 +143,7 @@ def prepare(
         plan, given, messages = decide(task, pack, call, former)
         if ranks.world > 1 and former is None and "graph" not in plan.given():
             plan = plan.replace(graph=False)  # an advice's own, which replays one process
-    unread, pack = train.unread(task, pack, plan), train.readable(task, pack, plan)
+    unread, pack = train.unread(task, pack, plan), task.part(pack, plan)
     samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
     if former is None or not former.over or plan.epochs > former.plan.epochs:  # else it opens on any device

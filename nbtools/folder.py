@@ -144,7 +144,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
 def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
     plan = plan_for(task, pack, call)
-    card, name, number = train.readable(task, pack, plan).card, train.task_name(task), 0
+    card, name, number = task.part(pack, plan).card, train.task_name(task), 0
     with torch.random.fork_rng(devices=[]):
         network = train.build(bound := train.bind(task, card), card, plan)
     now = identity(bound, card, network, plan)

@@ -116,7 +116,7 @@ class Guard:
         checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best, returns=index.get("returns", 0) + 1)
         rows = resume(self.folder, state, job.history)[1]
         if isinstance(why, Diverged):
-            state.recovery.careful_until = why.steps[1] + 1
+            state.careful_until = why.steps[1] + 1
         state.improved, job.place = False, (-1, -1)  # a checkpoint that follows here has the rows of this return
         state.events.clear()
         yield from rows

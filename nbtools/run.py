@@ -142,7 +142,7 @@ class Run:
 
     def readable(self, pack: Pack) -> Pack:
         """Return the part of a pack that this run's network can read: the pack itself, if it can read all."""
-        return train.readable(self.task, pack, self.plan)
+        return self.task.part(pack, self.plan)
 
     def pack(self, source: str | Path, **options: Any) -> Pack:
         """Pack a source that this run has not seen, with its classes and preprocessing:
@@ -205,7 +205,7 @@ class Run:
         device, answers, shares = next(model.parameters()).device, [], []
         while chunk := list(islice(samples, size)):
             raw = {name: tensor.to(device) for name, tensor in collate(chunk, card.columns).items()}
-            outputs = evaluation.forward(self.task, model, raw, self.plan, device)[1]
+            outputs = evaluation.forward(self.task, model, raw, self.plan)[1]
             answers += self.task.decode(outputs, card)
             with suppress(TrainError):  # of outputs that are no tensor
                 logits = train.logits_of(outputs[0] if isinstance(outputs, tuple) else outputs).float()
@@ -254,7 +254,7 @@ def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing, in what the network reads, than the run's."""
     if not isinstance(pack, Pack):
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with run.pack(source)")
-    pack = train.readable(run.task, pack, run.plan)
+    pack = run.task.part(pack, run.plan)
     free = FREE if "x" in run.card.options.get("inputs", "x") else {*FREE, "columns"}  # of images, folders have none
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))

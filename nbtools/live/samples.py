@@ -79,7 +79,7 @@ class Previews:
             return []
         start, state = time.monotonic(), self.state
         raw = {name: tensor.to(state.device) for name, tensor in gather(self.pack, np.array(self.ids)).items()}
-        _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training(), state.device)
+        _, outputs = evaluation.forward(state.task, state.evaluated, raw, state.applied.while_training())
         answers = zip(self.ids, state.task.decode(outputs, state.card), strict=True)
         previews = [Preview(*state.task.preview(self.pack, i, answer)) for i, answer in answers]
         self.next = (end := time.monotonic()) + (end - start) / COST

@@ -39,8 +39,7 @@ class Surface(View):
         super().__init__(folder, history, state.plan, pack.card, state.task.BEST, given, show)
         self.state, self.pack, self.sampler = state, pack, None
         self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples"))
-        check = partial(require_change, state, epoch_size=pack.splits["train"])
-        self.requests = Requests(state, advised_plan(folder, state.plan), check, self.able)
+        self.requests = Requests(state, advised_plan(folder, state.plan), partial(require_change, state), self.able)
         self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
         self.looked, self.looking = 0.0, False
         self.undoable: Callable[[], bool] = bool

@@ -64,7 +64,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     task = train.as_task(task)
     pretrained, network = describe_network(task, pack)
     path = pack.folder.with_name(f"{pack.folder.name}.advice.json")  # not in it, since a pack's contents are verified
-    pack = train.readable(task, pack, by_rules(task, pack, pretrained, {}).plan)
+    pack = task.part(pack, by_rules(task, pack, pretrained, {}).plan)
     advice, kept = by_rules(task, pack, pretrained, {}), dict[str, Any]()
     parts = [VERSION, machine(), pack.card.digest, train.task_name(task), advice.plan.to_dict(), *network]
     key = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -321,7 +321,7 @@ class Search:
 
 def evaluation_s(run: Stepper, plan: Plan) -> float:
     """Return the seconds that an evaluation during training takes for a sample; 0.0 without validation samples."""
-    plan, seconds = plan.while_training().replace(micro_batch_size=run.state.recovery.micro), 0.0
+    plan, seconds = plan.while_training().replace(micro_batch_size=run.state.micro), 0.0
     for most in (2, plan.batch_size * max(run.lanes, 1)) if len(run.pack.ids("val")) else ():  # the first loads kernels
         start, few, sums = run.clock(), plan.replace(eval_samples=most), Sums(run.device)
         samples = sum(evaluation.score_split(run.task, run.state.model, run.pack, few, "val", sums, run.feed))

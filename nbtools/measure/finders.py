@@ -22,7 +22,7 @@ from nbtools.measure.machine import kilobytes, room
 from nbtools.measure.timing import EAGER, Clock, Stepper, epoch_batches, finish, untouched, wall
 from nbtools.measure.turns import Deadline, timed
 from nbtools.show import Report, digits, number, percent, plural, size
-from nbtools.train import Plan, TaskLike, evaluation, readable, release
+from nbtools.train import Plan, TaskLike, as_task, evaluation, release
 from nbtools.train import device as devices
 
 WITHIN, RISING = 0.95, 1.03  # of the best throughput: is chosen; of the last: still rises
@@ -75,7 +75,7 @@ def find_batch(
     most: the largest size to consider (never more than the train split). seconds: roughly what the search takes.
     Nothing outside changes. Raises TrainError if not even one sample fits, or the train split has fewer than two.
     """
-    device, pack = devices.pick(), readable(task, pack, plan)
+    device, pack = devices.pick(), as_task(task).part(pack, plan)
     train = pack.splits["train"]
     whole = plan.replace(micro_batch_size=None, batch_size=min(plan.batch_size, train), **EAGER)
     with untouched(device):  # no local name outlives it that would keep the model in memory
@@ -218,7 +218,7 @@ def lr_trial(
     recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better. seconds:
     of the trial; 0: a tenth of the training, at least 15 and at most 120.
     """
-    pack, count, device = readable(task, pack, plan), len(lrs or FACTORS), devices.pick()
+    pack, count, device = as_task(task).part(pack, plan), len(lrs or FACTORS), devices.pick()
     planned = plan.epochs * batches_in(pack.splits["train"], plan.batch_size)
     seconds = seconds or min(max(LEAST_S, SHARE * planned * step_s), MOST_S)
     if seconds < LEAST_STEPS * count * step_s:
@@ -279,7 +279,7 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
     last steps; None if one is no number."""
     whole, rest = divmod(steps, batches_in(stepper.pack.splits["train"], stepper.plan.batch_size))
     part = sum(map(len, epoch_batches(stepper.pack, stepper.plan, whole)[:rest]))
-    stepper.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs
+    stepper.state.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs
     training = list[torch.Tensor]()
     for step in range(1, steps + 1):
         loss, count = stepper.step(next(stepper.batches))
@@ -289,7 +289,7 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
     losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).float().cpu().numpy().astype(np.float64)
     if validation and np.isfinite(losses).all():
         batches = (raw for raw in stepper.feed(validation) if stepper.clock() >= 0)  # a Deadline ends here too
-        losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan, stepper.device)
+        losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan)
     return losses if np.isfinite(losses).all() else None
 
 

@@ -14,7 +14,7 @@ from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import Trial, attempt, beside
 from nbtools.show import Report, duration, html, note, percent, plural
-from nbtools.train import Plan, TaskLike, as_task, list_changes, readable, shown
+from nbtools.train import Plan, TaskLike, as_task, list_changes, shown
 from nbtools.train import device as devices
 
 SECONDS, ROUNDS = 9.0, 3  # of all turns; of these at least
@@ -110,7 +110,8 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
     and what would take more than a tenth of it is left out, which is said; of a short one as long, or LEAST. Raises
     TrainError where the two ends alone would.
     """
-    task, pack, device = as_task(task), readable(task, pack, plan), devices.pick()
+    task, device = as_task(task), devices.pick()
+    pack = task.part(pack, plan)
     seconds = seconds or min(SECONDS, (run_s or 60.0) / 6)
     baseline, notes = comparable(task.BASELINE, plan, pack), ["Both train the same network"]
     plans, guide = ladder(baseline, plan, pack), dict[str, Plan]()
@@ -211,7 +212,7 @@ def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan |
     made = as_task(task).PRESETS[name]
     try:
         plan = (made if isinstance(made, Plan) else made(pack.card)).replace(**own)
-        fitted, changes = fitting(plan, readable(task, pack, plan))
+        fitted, changes = fitting(plan, as_task(task).part(pack, plan))
         devices.require(fitted, devices.pick())
     except NbtoolsError as error:
         return None, error.args[0]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, bind, meter, readable, require_sizes, train_step
+from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, bind, meter, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
@@ -98,7 +98,7 @@ class Stepper:
         learning: bool = False,
         halves: bool = True,
     ):
-        pack = readable(task, pack, plan)
+        pack = as_task(task).part(pack, plan)
         require_sizes(pack, plan)
         self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
         self.clock, self.halves = clock, halves
@@ -106,7 +106,6 @@ class Stepper:
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)  # threads or processes
-        self.epoch_size: float = pack.splits["train"]  # samples from one epoch of the schedule to the next
         self.batches: Generator[Raw, None, None] = self.epochs()
         self.turns, self.cold_s = list[Turn](), 0.0
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
@@ -130,7 +129,7 @@ class Stepper:
         """Train on one batch; return its (loss sum, count)."""
         self.clock()  # a Deadline ends here
         state = self.state
-        self.loss, number = train_step(state, raw, self.epoch_size, halves=self.halves)
+        self.loss, number = train_step(state, raw, halves=self.halves)
         state.step += 1
         state.samples += len(raw["id"])
         state.events.clear()
@@ -191,7 +190,7 @@ class Stepper:
     def timing(self) -> Timing:
         """Return what its turns showed, with the micro-batch that fits into memory."""
         speeds, _, waited, _, host = zip(*self.turns, strict=True)
-        settings = {**self.plan.to_dict(), "micro_batch_size": self.state.recovery.micro}
+        settings = {**self.plan.to_dict(), "micro_batch_size": self.state.micro}
         spread = median(speeds), min(speeds), max(speeds), len(speeds)
         return Timing(settings, *spread, median(waited), self.device_s(), min(host), self.cold_s)
 

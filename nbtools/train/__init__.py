@@ -41,7 +41,6 @@ from nbtools.train.task import (
     objective,
     order,
     qualified_name,
-    readable,
     task_name,
     title_of,
     unread,

@@ -10,8 +10,6 @@ A run is kept, usually on Drive, as a run folder that is always complete: one wo
 under its own name, reads it back, and then replaces run.json there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ that add up over batches; answers, and pictures of samples.
 B samples, C channels, H × W pixels, L steps of the longest sequence, F features, K classes, D values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -256,22 +254,18 @@ def as_tuple(metrics: Any) -> tuple[Any, ...]:
     return each
 
 
-def name_of(metric: Any) -> str:
-    """Return the name under which a metric is reported that returns no mapping."""
-    return metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
-
-
 def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[str, Pair]:
     """Return metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them.
     Raises TrainError for anything else, and for a name that is taken."""
     pairs: dict[str, Pair] = {}
     for metric in as_tuple(metrics):
+        own = metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)
         try:
             made = metric(outputs, batch) if callable(metric) else by_name(metric, outputs, batch[TARGET], card)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
-            rule = f"metrics: {name_of(metric)} must take (outputs, batch), where batch[{TARGET!r}] is the target"
+            rule = f"metrics: {own} must take (outputs, batch), where batch[{TARGET!r}] is the target"
             raise TrainError(f"{rule}, and return (sum, count): {type(error).__name__}: {error}") from error
-        for name, pair in (made if isinstance(made, Mapping) else {name_of(metric): made}).items():
+        for name, pair in (made if isinstance(made, Mapping) else {own: made}).items():
             if name == "loss" or name in pairs:
                 raise TrainError(f"metrics: the name {name!r} is taken; rename the function, or return {{name: pair}}")
             if not isinstance(pair, tuple | list) or len(pair) != 2:

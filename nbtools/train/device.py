@@ -1,7 +1,5 @@
 """Where numbers meet the device: which one, the switches that a plan sets on it, precision, and memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -42,21 +40,21 @@ def world() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def pick(name: str | None = None) -> torch.device:
-    """Return the device of a name, else of the environment variable NBTOOLS_DEVICE; else CUDA, Apple's MPS, or the CPU.
-    Each of several processes has a GPU of its own, cuda:LOCAL_RANK. Raises TrainError for one that is not here."""
-    field, name = "device" if name else "NBTOOLS_DEVICE", name or os.environ.get("NBTOOLS_DEVICE", "")
-    name = name or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
+def pick() -> torch.device:
+    """Return the device that the environment variable NBTOOLS_DEVICE names; else CUDA, Apple's MPS, or the CPU. Each of
+    several processes has a GPU of its own, cuda:LOCAL_RANK. Raises TrainError for one that is not here."""
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    name = os.environ.get("NBTOOLS_DEVICE") or best
     if world() > 1 and name.startswith("cuda"):
         local, here = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= here or ":" in name:
-            rule = f"each process needs a GPU of its own: torch sees {here} here, and {field} is {name!r}"
+            rule = f"each process needs a GPU of its own: torch sees {here} here, and NBTOOLS_DEVICE is {name!r}"
             raise TrainError(f"{rule}; start at most {here} processes, or set NBTOOLS_DEVICE to cuda or cpu")
         return torch.device("cuda", local)
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        rule = f"{field} must be a device available to torch here, such as cpu or cuda:0"
+        rule = "NBTOOLS_DEVICE must be a device available to torch here, such as cpu or cuda:0"
         raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
 
 

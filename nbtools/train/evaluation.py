@@ -1,8 +1,6 @@
 """Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode; and of a few samples before
 anything is trained or written. K classes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -21,7 +19,7 @@ from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, readable, set_training, title_of
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, set_training, title_of
 
 REHEARSED = 8  # samples
 
@@ -56,37 +54,35 @@ class Sums:
 
 
 @torch.no_grad()
-def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan, device: torch.device) -> tuple[Any, Any]:
+def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan) -> tuple[Any, Any]:
     """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which ends with it."""
     task, training = as_task(task), model.training
     model.eval()
     try:
         batch = task.batch(raw, plan, None)
-        with autocast(plan, device):
+        with autocast(plan, next(iter(raw.values())).device):
             outputs = task.infer(model, batch, plan)
         return batch, tree_map_only(Tensor, lambda x: x.float() if x.dtype in DTYPES.values() else x, outputs)
     finally:
         set_training(model, training)
 
 
-def scores(
-    task: Task, model: nn.Module, raw: Batch, plan: Plan, device: torch.device, metrics: Any = None
-) -> dict[str, Pair]:
+def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, metrics: Any = None) -> dict[str, Pair]:
     """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
-    batch, outputs = forward(task, model, raw, plan, device)
-    with torch.no_grad(), autocast(plan, device):
-        loss = as_sum(task.loss(lambda *_, **__: outputs, batch, plan), len(next(iter(raw.values()))))
+    (batch, outputs), first = forward(task, model, raw, plan), next(iter(raw.values()))
+    with torch.no_grad(), autocast(plan, first.device):
+        loss = as_sum(task.loss(lambda *_, **__: outputs, batch, plan), len(first))
     return {"loss": loss, **score(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
-def losses(task: TaskLike, model: nn.Module, raws: Iterable[Batch], plan: Plan, device: torch.device) -> np.ndarray:
+def losses(task: Task, model: nn.Module, raws: Iterable[Batch], plan: Plan) -> np.ndarray:
     """Return the loss of each raw batch, (n,) float64, NaN as infinity."""
-    pairs = [scores(as_task(task), model, raw, plan, device, metrics=())["loss"] for raw in raws]
+    pairs = [scores(task, model, raw, plan, metrics=())["loss"] for raw in raws]
     return np.nan_to_num(np.array([float(total / (float(count) or 1.0)) for total, count in pairs]), nan=np.inf)
 
 
 def score_split(
-    task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
+    task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
 ) -> Iterator[int]:
     """Add loss and metrics of a split to sums, of several ranks in turns; yields after every batch how many samples it
     had. At most `plan.eval_samples`, always the same ones, evenly spaced. Raises TrainError if the split is empty, and
@@ -101,7 +97,7 @@ def score_split(
     feed = feed or run_or_explain(partial(open_feed, pack, plan, sums.device), "opening the pack")
     batches = in_order(ids, lengths_of(pack, ids), plan.micro_batch_size or plan.batch_size)
     for raw in feed(batches[ranks.rank :: ranks.world]):
-        pairs, reason = within_memory(partial(scores, as_task(task), model, raw, plan, sums.device))
+        pairs, reason = within_memory(partial(scores, task, model, raw, plan))
         if pairs is None:
             rule = f"out of memory evaluating {plural(len(raw['id']), 'sample')} ({reason})"
             fix = "set a smaller micro_batch_size, which evaluations take too"
@@ -110,12 +106,10 @@ def score_split(
         yield len(raw["id"])
 
 
-def evaluate(
-    task: TaskLike, model: nn.Module, pack: Pack, plan: Plan, split: str = "test", progress: bool = True
-) -> dict[str, float]:
+def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str) -> dict[str, float]:
     """Return metric → value over what the network can read of a split. Raises TrainError if that is empty."""
-    sums, pack = Sums(next(model.parameters()).device), readable(task, pack, plan)
-    shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW, "disable": not progress}
+    sums, pack = Sums(next(model.parameters()).device), task.part(pack, plan)
+    shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW}
     with bar(desc=f"evaluating the {split} split", **shown) as counted:
         for number in score_split(task, model, pack, plan.replace(eval_samples=None), split, sums):
             counted.update(number)
@@ -138,7 +132,7 @@ def rehearse(state: Any, pack: Pack) -> None:
                     rule = f"{title_of(task)}: model returns the same network each time, so a later run starts trained"
                     raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
                 task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
-            batch, outputs = forward(task, state.model, raw, plan, device)
+            batch, outputs = forward(task, state.model, raw, plan)
             shapes = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
             what = "the loss or a metric does not take outputs {}, y {}".format(*shapes)
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
@@ -174,6 +168,6 @@ def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
     as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
     names = ["loss", *score(task.metrics, outputs, batch, task.card)]
-    if task.card is not None and (task.BEST.lstrip("-") not in names or task.BEST in ("loss", "mae", "mse")):
+    if task.BEST.lstrip("-") not in names or (task.card is not None and task.BEST in ("loss", "mae", "mse")):
         rule = f"BEST must be one of {', '.join(names)}, with a minus where lower is better"
         raise TrainError(f"{title_of(task)}: {rule}, got {task.BEST!r}; correct it")

@@ -5,8 +5,6 @@ are written before each replay, and the first replay has to give what the same s
 may end the process (pytorch#180395), so a child process tries one first.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

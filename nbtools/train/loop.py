@@ -7,8 +7,6 @@ plot, clock, your own code) is simply code in the body of a `for`.
             print(record)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -26,7 +24,7 @@ from nbtools.train.plan import require_sizes
 from nbtools.train.ranks import Ended, Restarted
 from nbtools.train.state import TrainState, adopt, change
 from nbtools.train.step import train_step
-from nbtools.train.task import TaskLike, bind, readable
+from nbtools.train.task import TaskLike, bind
 
 
 def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> Generator[Record, None, None]:
@@ -40,27 +38,26 @@ def train(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = Non
     infinite: a checkpoint may be loaded, and this called again. On several ranks this is rank 0's; the others `obey`.
     """
     state.task = bind(task, state.card)
-    pack = readable(task, pack, state.plan)
+    pack = state.task.part(pack, state.plan)
     if pack.card.digest != state.card.digest:
         raise TrainError(f"{pack.folder} is not the pack of this state; make another, nb.TrainState(task, pack, plan)")
     require_sizes(pack, state.plan)
     if not state.over:
         prepare(state.plan, state.device, state.ranks.world)
     opened: Any = feed or (None if state.over else run_or_explain(partial(open_feed, pack, state.plan, state.device)))
-    samples = pack.splits["train"]
     state.begin()
     try:
-        while not state.agree(samples).over:
+        while not state.agree().over:
             yield from train_epoch(state, opened, pack)
-            values, last = {}, state.epoch + 1 >= state.agree(samples).plan.epochs
+            values, last = {}, state.epoch + 1 >= state.agree().plan.epochs
             if len(pack.ids("val")) and (last or (state.epoch + 1) % state.applied.eval_every == 0):
                 values = yield from evaluate(state, opened, pack)
                 state.evaluate_next = False
-                state.agree(samples).judge(values)
-            row = state.record("epoch", {**state.meter.epoch(samples), **values, **readings(state)})
+                state.agree().judge(values)
+            row = state.record("epoch", {**state.meter.epoch(pack.splits["train"]), **values, **readings(state)})
             state.epoch, state.segments = state.epoch + 1, []
             yield row
-        while state.agree(samples).plan is not state.applied:  # requested since the last step, such as fewer epochs
+        while state.agree().plan is not state.applied:  # requested since the last step, such as fewer epochs
             yield from change(state, state.plan)
     finally:
         state.end()
@@ -85,11 +82,11 @@ def train_epoch(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
             raw = next(stream)
             got = meter.watch.mark()
             with autotuning(state.device, state.applied, repeats if len(batch) == state.applied.batch_size else 0):
-                loss_sum, count = train_step(state, raw, len(ids), len(batch))
+                loss_sum, count = train_step(state, raw, len(batch))
             meter.add(loss_sum, count, begin, got)
             state.step, state.samples = state.step + 1, state.samples + len(batch)
             state.segments[-1][1] += 1
-            yield from records(state, len(ids))
+            yield from records(state)
         else:
             whole = next(stream, None) is None  # exhausts it: an interrupt while Python frees a generator is lost
     yield from meter.rows()
@@ -105,8 +102,7 @@ def needs_regrouping(state: TrainState) -> bool:
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
     """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
     the epoch is regrouped before anything else."""
-    samples = pack.splits["train"]
-    while state.agree(samples).plan is not state.applied or state.evaluate_next:
+    while state.agree().plan is not state.applied or state.evaluate_next:
         yield from state.meter.rows()
         if state.plan is not state.applied:
             yield from change(state, state.plan)
@@ -121,11 +117,11 @@ def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]
             yield state.record("event", {"what": what, "asked": "evaluate"})
 
 
-def records(state: TrainState, samples: int) -> Iterator[Record]:
+def records(state: TrainState) -> Iterator[Record]:
     """Yield what a step leaves: on a log step its figures, which may come later; events; its own record."""
     meter, now, rows = state.meter, state.record("step"), list[Record]()
     # Steps and not seconds, so that logs are reproducible: ten rows an epoch, at most 50 steps apart.
-    if state.step % min(50, max(1, math.ceil(samples / state.applied.batch_size) // 10)) == 0:
+    if state.step % min(50, max(1, math.ceil(state.epoch_size / state.applied.batch_size) // 10)) == 0:
         rows = meter.rows()  # the last log step's, which may end the loop here
         meter.log(state.record("step", readings(state)), state.scaler)
     # Several ranks wait: they must all see at the same step that training diverged.
@@ -144,7 +140,7 @@ def readings(state: TrainState) -> dict[str, Any]:
 def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, None, dict[str, Any]]:
     """Return loss and metrics of the validation split, or of as many of its samples as the plan takes meanwhile."""
     start, sums, plan = perf_counter(), Sums(state.device, state.ranks), state.applied.while_training()
-    plan = plan.replace(micro_batch_size=state.recovery.micro)  # what does not fit in training may not fit here
+    plan = plan.replace(micro_batch_size=state.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
         yield state.record("evaluating")
@@ -152,7 +148,7 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     return {**values, "eval_time": perf_counter() - start}
 
 
-def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None) -> None:
+def obey(task: TaskLike, state: TrainState, pack: Pack) -> None:
     """Train as rank 0 says: on its state, begun anew whenever rank 0 begins anew, until it ends the run."""
     with suppress(Ended):
         while True:
@@ -162,5 +158,5 @@ def obey(task: TaskLike, state: TrainState, pack: Pack, feed: Feed | None = None
                 state.load(tensors, facts)
                 state.plan = state.applied
                 state.events.clear()
-                for _ in train(task, state, pack, feed):
+                for _ in train(task, state, pack):
                     continue

@@ -4,8 +4,6 @@ A GPU works behind the host's back: the host only queues kernels. So time is rea
 clock is exact. Values cross to the host on log steps only, whose rows come when they have arrived.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,13 +66,12 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the block out of `wall`."""
-        start = self.clock()
+        """Leave a block of the loop out of `wall`."""
+        self.stop()
         try:
             yield
         finally:
-            if self.since is not None:
-                self.since += self.clock() - start
+            self.start()
 
 
 def seconds(spans: Spans) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """Optimizers and schedules: one table of the built-in ones, and a task's own."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

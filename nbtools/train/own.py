@@ -3,8 +3,6 @@
 B samples, K classes or labels, D values.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys
@@ -64,9 +62,6 @@ class classify(Task):
             raise TrainError(f"model must be a torch.nn.Module or a function that makes one, got {model!r}")
         if plan is not None and not isinstance(plan, Plan):
             raise TrainError(f"plan must be an nb.Plan, got {type(plan).__name__}; give an Advice or a Panel to nb.fit")
-        if schedule is not None and not callable(schedule):
-            rule = f"schedule must be a function of plan that returns f(progress), got {type(schedule).__name__}"
-            raise TrainError(f"{rule}; such as lambda plan: lambda progress: 0.5 ** int(10 * progress)")
         if loss is not None and (isinstance(loss, type) or not callable(loss)):
             rule = "loss must be a function of (outputs, y), or a module such as nn.CrossEntropyLoss()"
             raise TrainError(f"{rule}, got {loss!r}; leave it out for the default")

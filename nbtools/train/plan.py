@@ -4,8 +4,6 @@ it; what a run may change of it.
 A task adds settings by subclassing `Plan` with `knob(...)` fields; panel and terminal read the dataclass fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json
@@ -28,6 +26,7 @@ AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations", 
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
 ELSEWHERE = {"amp": "precision fp16 bf16", "betas": "momentum", "run": "output_dir out", "processes": "gpus devices"}
+ELSEWHERE |= {"lr": "learning_rate", "weight_decay": "wd", "batch_size": "bs"}  # setting → its names elsewhere
 MANY = 3  # more settings than this, changed at once, must be confirmed in a started run
 
 
@@ -142,7 +141,7 @@ class Plan(Settings):
         """Return the plan for evaluations during training: a task overrides it to leave costly options to the end."""
         return self
 
-    def changes_from(self, old: Plan) -> dict[str, str]:
+    def changes_from(self, old: "Plan") -> dict[str, str]:
         """Return what differs from another plan: field → `0.001 → 0.0005`."""
         pairs = ((name, getattr(old, name), value) for name, value in self.to_dict().items())
         return {name: f"{shown(before)} → {shown(now)}" for name, before, now in pairs if before != now}
@@ -228,10 +227,9 @@ def require_known(what: str, name: str, known: Collection[str], kind: type[Nbtoo
 
 
 def similar(name: str, known: Collection[str]) -> list[str]:
-    """Return the known names that are meant by one that is not: what is called so elsewhere, or has such initials, else
-    the most similar ones, else those with a word in common."""
-    first = {each: "".join(word[:1] for word in each.split("_")) for each in (name, *known)}  # of learning_rate
-    alike = [each for each in known if name in (first[each], *ELSEWHERE.get(each, "").split()) or each == first[name]]
+    """Return the known names that are meant by one that is not: what is called so elsewhere, else the most similar
+    ones, else those with a word in common."""
+    alike = [each for each in known if name in ELSEWHERE.get(each, "").split()]
     words = [each for each in known if {*name.split("_")} & {*each.split("_")}]
     return alike or difflib.get_close_matches(name, known, n=3) or words[:3]
 
@@ -321,8 +319,7 @@ def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
         before, value, usual = (getattr(plan, field.name) for plan in (old, new, advised))
         factor = field.metadata["asks_beyond"]
         if factor is not None and usual and value > max(before, factor * usual * (1 + 1e-9)):
-            times = f"{value / usual:,.0f}×"
-            sentences[field.name] = f"{field.name} {shown(value)} is {times} the advised {shown(usual)}"
+            sentences[field.name] = f"{field.name} {shown(value)} is {value / usual:,.0f}× the advised {shown(usual)}"
     if len(changed := new.changes_from(old)) > MANY:
         sentences[""] = f"{len(changed)} settings change at once: {list_changes(changed)}"
     return sentences

@@ -5,8 +5,6 @@ alone has the run folder, the history and what the user asks for: by gloo, which
 object before every step, and the others obey.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -55,16 +53,16 @@ class Ranks:
         if device is not None:
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
             self.control: Any = dist.new_group(backend="gloo", timeout=PAUSE if self.rank else limit())
-        self.first, self.ended = self.rank == 0, self.world == 1
+        self.first = self.rank == 0
 
     def broadcast(self, what: Any = None) -> Any:
         """Return rank 0's object on every rank. Raises Restarted or Ended on others, whose loop rank 0 has left."""
         if self.world == 1:
             return what
         dist.broadcast_object_list(box := [what], 0, group=self.control)
-        if isinstance(box[0], Ended) and not self.first:
-            self.leave()
         if isinstance(box[0], Exception) and not self.first:
+            if isinstance(box[0], Ended):
+                self.leave()
             raise box[0]
         return box[0]
 
@@ -116,12 +114,11 @@ class Ranks:
 
     def end(self) -> None:
         """Let the others leave, on rank 0 after its last checkpoint: each process is alone from here."""
-        if not self.ended:
+        if self.world > 1:
             self.broadcast(Ended())
             self.leave()
 
     def leave(self) -> None:
-        self.ended = True
         with suppress(RuntimeError):  # each has received it; who is gone first is no fault of the others
             dist.barrier(group=self.control)
         dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """TrainState: the complete state of a run. It outlives the loop, so that an interrupt is a pause."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping
@@ -23,9 +21,10 @@ from nbtools.train.meter import Meter
 from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, bind, build, order, readable
+from nbtools.train.task import TaskLike, as_task, bind, build, order
 
 POSITION = ("epoch", "step", "samples", "segments", "lr", "unscaled")  # of a state: where it is
+RECOVERY = ("micro", "careful_until", "skipped")  # what failed steps left behind
 T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
@@ -41,15 +40,6 @@ class Best:
     drops: int = 0  # of lr, on a plateau
 
 
-@dataclass
-class Recovery:
-    """Hold what failed steps left behind."""
-
-    micro: int | None = None  # samples a forward pass: fewer than the plan's after an out-of-memory
-    careful_until: int = 0  # each step before this one is checked before it counts
-    skipped: int = 0  # steps left out
-
-
 class TrainState:
     """Model, optimizer, and where the run is.
 
@@ -61,7 +51,8 @@ class TrainState:
     def __init__(self, task: TaskLike, pack: Pack, plan: Plan, device: Device = None, ranks: Ranks | None = None):
         self.plan = self.applied = plan
         self.ranks = ranks or Ranks()
-        self.card = readable(task, pack, plan).card
+        self.card = as_task(task).part(pack, plan).card
+        self.epoch_size: float = self.card.splits["train"]  # samples; a trial of learning rates sets its own
         self.task = bind(task, self.card)
         self.device = device = torch.device(device) if device is not None else devices.pick()
         self.model = self.new_model()
@@ -83,7 +74,9 @@ class TrainState:
         self.epoch = self.step = self.samples = 0
         self.segments: list[list[int]] = []  # [[batch size, batches]] of this epoch
         self.lr = 0.0  # of the last step
-        self.best, self.recovery = Best(), Recovery(plan.micro_batch_size)
+        self.best = Best()
+        self.micro = plan.micro_batch_size  # samples a forward pass: fewer than the plan's after an out-of-memory
+        self.careful_until = self.skipped = 0  # each step before this one is checked before it counts; steps left out
         self.meter = Meter(self.device)
         self.watch = self.meter.watch
         self.events: list[str] = []  # messages for the next yield
@@ -135,11 +128,11 @@ class TrainState:
         self.capture_rng()
         self.training = False
 
-    def agree(self, samples: int) -> Self:
+    def agree(self) -> Self:
         """Return the state, which on several ranks wants what rank 0 does, whose watcher may have changed it at any
-        record. samples: of the training split. Raises TrainError for a plan that this run cannot adopt."""
+        record. Raises TrainError for a plan that this run cannot adopt."""
         try:
-            require_change(self, self.plan, samples)
+            require_change(self, self.plan)
         except TrainError:
             self.plan = self.applied
             raise
@@ -156,9 +149,6 @@ class TrainState:
         if self.best.metric not in (None, metric):
             self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
         best = self.best
-        if f"val_{metric}" not in values:
-            named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
-            raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
         value, loss = values[f"val_{metric}"], values["val_loss"]
         beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
         self.improved = math.isfinite(value) and beaten
@@ -196,7 +186,7 @@ class TrainState:
             "position": copy.deepcopy({name: getattr(self, name) for name in POSITION}),  # written while it trains on
             "meter": self.meter.facts(),
             "best": asdict(self.best),
-            "recovery": asdict(self.recovery),
+            "recovery": {name: getattr(self, name) for name in RECOVERY},
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "groups": [{k: v for k, v in g.items() if type(v) in (int, float)} for g in self.optimizer.param_groups],
@@ -231,8 +221,8 @@ class TrainState:
         groups, saved = self.optimizer.param_groups, [] if self.built_in else facts.get("groups", [])
         for group, numbers in zip(groups, saved, strict=True) if len(groups) == len(saved) else ():
             group.update(numbers)  # such as the step size that Prodigy finds
-        vars(self).update(copy.deepcopy(facts["position"]), best=Best(**facts["best"]))
-        self.recovery, self.stopped = Recovery(**facts["recovery"]), facts["stopped"]
+        vars(self).update(copy.deepcopy(facts["position"]), **facts["recovery"], stopped=facts["stopped"])
+        self.best = Best(**facts["best"])
         self.forget_graphs()  # they update the moments that were there
         self.meter.load(facts["meter"], self.step, self.samples)
         if self.scaler is not None and facts["scaler"]:
@@ -264,7 +254,7 @@ def below(values: Mapping[str, T], prefix: str) -> dict[str, T]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
+def require_change(state: TrainState, new: Plan) -> None:
     """Raise TrainError for a plan that this run cannot adopt at this point."""
     if new is state.applied:
         return
@@ -276,14 +266,14 @@ def require_change(state: TrainState, new: Plan, epoch_size: int) -> None:
         rule = f"Plan.{name} has no effect on the task's own {idle[name]}, got {differing[name]}"
         raise TrainError(f"{rule}; set it where the {idle[name]} is made, in another run")
     devices.require(new, state.device)
-    require_batch(new, epoch_size)
+    require_batch(new, state.card.splits["train"])
 
 
 def adopt(state: TrainState, new: Plan) -> None:
     """Make model and optimizer follow a plan."""
     differing = new.changes_from(state.applied)
     if differing.keys() & {"micro_batch_size", "batch_size"}:
-        state.recovery.micro = new.micro_batch_size
+        state.micro = new.micro_batch_size
     if "amp" in differing:
         state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
         state.unscaled = True

@@ -1,10 +1,7 @@
 """One optimizer step: draw the batch, forward in autocast, backward, clip, `optimizer.step()`, average. Around it, one
 function halves the micro-batch when memory runs out, and one skips a step whose loss or gradient is not finite."""
 
-from __future__ import annotations
-
 import math
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -27,14 +24,11 @@ from nbtools.train.state import TrainState
 from nbtools.train.task import as_sum, set_training
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
-FIXES = {  # patterns of torch's errors in a step → what to do
+FIXES = {  # words of torch's errors in a step → what to do
     "more than 1 value per channel": "BatchNorm needs two samples at a time: raise batch_size or micro_batch_size",
     "does not require grad": "compute the loss by torch alone, without .item(), .detach(), argmax, NumPy and no_grad",
     "inplace operation": "write y = y + 1 in place of y += 1 in the network or the loss",
     "second time": "the network keeps what it computed for the last batch: detach it in forward",
-    "(sparse|dense) gradients|'Sparse(CPU|CUDA)'": "with Embedding(sparse=True) set sparse=False, or pass another "
-    "optimizer, without clip_norm",
-    "fused_": "the built-in optimizers are fused: pass optimizer=torch.optim.AdamW",
 }
 
 
@@ -44,22 +38,22 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if not (fix := next((fix for pattern, fix in FIXES.items() if re.search(pattern, str(error))), "")):
+        if not (fix := next((fix for words, fix in FIXES.items() if words in str(error)), "")):
             raise
         raise TrainError(f"{str(error).split('. ')[0].rstrip('.')}; {fix}") from error
 
 
 @explained()
-def train_step(state: TrainState, raw: Batch, epoch_size: float, size: int | None = None, halves: bool = True) -> Sums:
+def train_step(state: TrainState, raw: Batch, size: int | None = None, halves: bool = True) -> Sums:
     """Train on one raw batch, or on this rank's share of one of `size` samples; return the (loss sum, count) of the
-    whole batch, still on the device: with Plan.graph until the next step. epoch_size: samples of an epoch, for the lr.
+    whole batch, still on the device: with Plan.graph until the next step.
 
     Where memory runs out, the gradients are computed again in micro-batches of half the size, unless `halves` is False;
     effective batch and lr stay. After a loss that was not finite, steps are checked, and skipped without any effect if
     theirs is not. Raises TrainError where nothing fits, Diverged where more steps are skipped than accidents explain.
     """
-    size, careful = size or len(raw["id"]), state.step < state.recovery.careful_until
-    set_lr(state, size, epoch_size)
+    size, careful = size or len(raw["id"]), state.step < state.careful_until
+    set_lr(state, size)
     if state.graphs is not None and not state.graphs.off and not careful:
         if (sums := within_memory(partial(replay, state, state.graphs, raw))[0]) is not None:
             return sums
@@ -155,10 +149,10 @@ def update(state: TrainState) -> None:
         average(state, state.ema.module)
 
 
-def set_lr(state: TrainState, size: int, epoch_size: float) -> None:
+def set_lr(state: TrainState, size: int) -> None:
     """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
     groups = state.optimizer.param_groups
-    lr = lr_at(state.applied, (state.samples + size / 2) / epoch_size, state.best.drops, state.schedule)
+    lr = lr_at(state.applied, (state.samples + size / 2) / state.epoch_size, state.best.drops, state.schedule)
     for group in groups:
         if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
             group["lr"].fill_(lr * group["lr_scale"])
@@ -191,9 +185,9 @@ def denominator_of(count: Tensor | float) -> Tensor | float:
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
-    """Return the parts of raw that take a forward pass each: of at most `recovery.micro` samples, and of at least two
+    """Return the parts of raw that take a forward pass each: of at most `state.micro` samples, and of at least two
     unless one is wanted, since a single one breaks BatchNorm. Each rank has as many, which SyncBatchNorm needs."""
-    micro, own = state.recovery.micro, len(raw["id"])
+    micro, own = state.micro, len(raw["id"])
     if micro is None:
         return [raw]
     ranks = len(shares(size, state.ranks.world)) - 1
@@ -213,7 +207,7 @@ def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
         if sums is not None:
             return sums
         release(state)
-        ranks, micro = state.ranks, min(state.recovery.micro or size, size)
+        ranks, micro = state.ranks, min(state.micro or size, size)
         norms = any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
         if ranks.world > 1:
             rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
@@ -222,7 +216,7 @@ def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
             few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
             rule = f"with {few} ({reason}); use a smaller network or samples"
             raise TrainError(f"out of memory {rule}", entry="Out of memory")
-        state.recovery.micro = micro // 2
+        state.micro = micro // 2
         state.events.append(f"out of memory: micro batch {micro} → {micro // 2}; effective batch and lr unchanged")
         state.restore_rng()
 
@@ -255,9 +249,9 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     named = f" (sample ids {', '.join(map(str, ids[:16]))}{' …' if len(ids) > 16 else ''})" if ids else ""
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
-    state.recovery.skipped += 1
+    state.skipped += 1
     state.unscaled = True  # fp16's scale was sought with these samples
-    if state.recovery.skipped > MAX_SKIPPED:
+    if state.skipped > MAX_SKIPPED:
         message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
         raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))
     return torch.zeros((), device=state.device), 0

@@ -3,8 +3,6 @@
 B samples, H and W pixels, K classes.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -19,7 +17,6 @@ from typing import Any
 
 from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
@@ -192,9 +189,6 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
-    if any(map(is_lazy, model.parameters())):
-        fix = "give the layers their sizes, or call the network on a sample first"
-        raise TrainError(f"{title_of(task)}: the network has lazy layers, whose sizes are unknown so far; {fix}")
     if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's
         rule = f"{title_of(task)}: the network must be the module itself, got {type(model).__name__} around it"
         raise TrainError(f"{rule}; leave that out: Plan(compile=True) compiles it, nb.launch uses several GPUs")
@@ -259,14 +253,9 @@ def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
     return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
-def readable(task: TaskLike, pack: Pack, plan: Any) -> Pack:
-    """Return the part of a pack that the plan's network can read."""
-    return as_task(task).part(pack, plan)
-
-
-def unread(task: TaskLike, pack: Pack, plan: Any) -> str:
+def unread(task: Task, pack: Pack, plan: Any) -> str:
     """Return how much of a pack the plan's network can read, in a sentence; "" for all."""
-    part = readable(task, pack, plan)
+    part = task.part(pack, plan)
     counts = [f"{part.splits[split]:,} of {count:,} {split}" for split, count in pack.splits.items() if count]
     return f"this network reads {', '.join(counts)} samples" if part.splits != pack.splits else ""
 

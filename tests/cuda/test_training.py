@@ -134,15 +134,15 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_run_trains_on(packs, device
         for size in (2, 2, 32, 32) if device.type == "cuda" else ():
             state = TrainState(case.task, pack, plan, device)
             torch.cuda.reset_peak_memory_stats(device)
-            train_step(state, {key: tensor[:size] for key, tensor in raw.items()}, 32)
+            train_step(state, {key: tensor[:size] for key, tensor in raw.items()})
             peaks[size] = torch.cuda.max_memory_allocated(device)  # of the second: the first also loads kernels
             del state
         more = (peaks[32] - peaks[2]) // 2 if peaks else 0
         for scarce in (False, True):
             state = TrainState(case.task, pack, plan, device)
-            train_step(state, {key: tensor[:2] for key, tensor in raw.items()}, 32)  # loads kernels, makes moments
+            train_step(state, {key: tensor[:2] for key, tensor in raw.items()})  # loads kernels, makes moments
             with limited(device, more, monkeypatch) if scarce else untouched(device):
-                losses.append([float(train_step(state, raw, 32)[0]) for _ in range(3)])
+                losses.append([float(train_step(state, raw)[0]) for _ in range(3)])
                 halved = [event for event in state.events if "micro batch 32 → 16" in event]
             assert len(halved) == scarce, state.events
     assert losses[1][0] == pytest.approx(losses[0][0], rel=0.05), "but for BatchNorm's halves"

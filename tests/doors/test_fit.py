@@ -85,6 +85,7 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_i
 
     new = tmp_path / "run"
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
+    refused(TrainError, "BEST must be one of loss, acc.*, got 'acc'", nb.fit, toy.with_(BEST="acc"), pack, ONE, new)
     refused(PackError, r"pack must be an nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
     refused(CheckpointError, "and copied to Drive by keep='drive:runs/x'", fit, pack, ONE, "drive:runs/x")
     refused(

@@ -282,7 +282,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     r"optimizer must be a class of torch\.optim, .* got 'lion'": {"optimizer": "lion"},
     r"got SGD with an lr, which is the plan's: pass plan=nb\.Plan": {"optimizer": partial(torch.optim.SGD, lr=0.1)},
     "must be in exactly one of the optimizer's": {"optimizer": lambda groups, plan: SGD},
-    "schedule must be a function of plan that returns": {"schedule": 0.1},
+    "a factor ≥ 0 on lr: 'float' object is not callable; correct it": {"schedule": 0.1},
     r"function of progress, .*: OneCycleLR.*missing": {"schedule": ONE_CYCLE},
     "on lr: unsupported operand": {"schedule": lambda progress: 1 - progress},
     "that needs no closure, got LBFGS": {"optimizer": torch.optim.LBFGS},
