@@ -115,6 +115,9 @@ class classify(Task):
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y, outputs = batch[TARGET], defaults.logits_of(model(batch))
+        if self.card.options["kind"] == "classes" and is_of(self.criterion, LOGISTIC):
+            rule = "this loss takes 0 or 1 for each output, and y is the number of a class"
+            raise TrainError(f"{rule}; end the network with an output for each class, and leave out the loss")
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
         logits = defaults.class_logits(outputs, self.card)

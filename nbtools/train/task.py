@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
@@ -189,6 +190,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
+    if any(map(is_lazy, model.parameters())):
+        fix = "give the layers their sizes, or call the network on a sample first"
+        raise TrainError(f"{title_of(task)}: the network has lazy layers, whose sizes are unknown so far; {fix}")
     if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's
         rule = f"{title_of(task)}: the network must be the module itself, got {type(model).__name__} around it"
         raise TrainError(f"{rule}; leave that out: Plan(compile=True) compiles it, nb.launch uses several GPUs")

@@ -264,6 +264,7 @@ SGD, ONE_CYCLE = torch.optim.SGD(own.Small(3).parameters(), 0.1), torch.optim.lr
 UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets for the images
     r"one logit for each of 3 classes, .*\(\d+, 4\)": {"model": own.Small(4)},
     "itself, got DataParallel around it": {"model": nn.DataParallel(own.Small(3))},
+    "the network has lazy layers, whose sizes are unknown so far; give": {"model": nn.LazyConv2d(3, 1)},
     r"'depth', but can get only classes, inp": {"model": lambda depth: own.Small(3)},
     r"model must return a torch\.nn\.Module, got str": {"model": lambda: "net"},
     r"Ask\.forward\(a, b\): which columns are a, b\? The pack has x;": {"model": Ask},
@@ -275,7 +276,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "metrics must be names, and functions": {"metrics": {"f1": agreement}},
     "loss must be a function of .*got <class": {"loss": nn.CrossEntropyLoss},
     "loss Bilinear has parameters": {"loss": nn.Bilinear(3, 3, 1)},
-    r"outputs \(9, 3\), y \(9,\): Target": {"loss": nn.BCEWithLogitsLoss()},
+    "takes 0 or 1 for each output, and y is the number of a class": {"loss": nn.BCEWithLogitsLoss()},
     "loss takes probabilities, but .* the sigmoid": {"loss": nn.BCELoss()},
     "loss takes probabilities, but metrics": {"loss": partial(F.binary_cross_entropy, reduction="sum")},
     r"a function of \(groups, plan\), got SGD": {"optimizer": SGD},
