@@ -4,14 +4,12 @@ Both numbers are in pyproject.toml, [tool.nbtools.budget]. It ends with 1 where 
 of Python with docstrings, of the live view's JavaScript, or words of prose.
 """
 
-import ast
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LONG_FILE, LONG_FUNCTION = 450, 60  # lines
 ROOMS = {
     "doors": "nbtools/*.py",
     "data": "nbtools/data/*.py",
@@ -44,19 +42,6 @@ def size(room: str) -> int:
     return sum(len(text.split()) if room in ("readme", "changelog", "prose") else text.count("\n") for text in texts)
 
 
-def long_ones() -> Iterator[str]:
-    """Name the package's files and functions that are too long to be read in one go."""
-    for path in files("package"):
-        text, name = path.read_text("utf-8"), path.relative_to(ROOT)
-        if (lines := text.count("\n")) > LONG_FILE:
-            yield f"{name}: {lines} lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > LONG_FUNCTION:
-                    yield f"{name}:{node.lineno} {node.name}: {lines} lines"
-
-
 def main() -> int:
     limits = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["nbtools"]["budget"]
     wrong = []
@@ -65,7 +50,7 @@ def main() -> int:
         print(f"{room:<12}{found:>8,}  now {limit['now']:>8,}  budget {limit['budget']:>8,}")
         if found > limit["now"]:
             wrong.append(f"{room} has {found:,}, above {limit['now']:,} in [tool.nbtools.budget] of pyproject.toml")
-    print(*(f"long: {each}" for each in long_ones()), *(f"error: {each}" for each in wrong), sep="\n")
+    print(*(f"error: {each}" for each in wrong), sep="\n")
     return bool(wrong)
 
 

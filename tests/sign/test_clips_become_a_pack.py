@@ -167,11 +167,8 @@ def test_the_columns_of_a_list_stand_in_any_order_among_others(tmp_path):
 
 def test_clips_of_one_signer_stay_in_one_split(tmp_path):
     paths = [clip(tmp_path / "raw" / f"{i:02}.npz", i, without=("X2048",)) for i in range(24)]
-    listed(
-        tmp_path / "raw" / "labels.csv",
-        *(f"{p.stem},0,0,S{i % 6}" for i, p in enumerate(paths)),
-        head=f"{FIRST},Signer",
-    )
+    rows = [f"{path.stem},0,0,S{i % 6}" for i, path in enumerate(paths)]
+    listed(tmp_path / "raw" / "labels.csv", *rows, head=f"{FIRST},Signer")
     made = packed(tmp_path / "raw", val=0.3, test=0.3)
     signers = [{int(made.names[i][:2]) % 6 for i in made.ids(split)} for split in made.splits]
     assert (all(signers), sorted(chain(*signers))) == (True, [*range(6)])
