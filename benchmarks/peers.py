@@ -201,7 +201,7 @@ class Job:
         start, wait, sums, (metric, sign) = perf_counter(), self.meter.wait, Sums(self.device), best_metric(self.bound)
         plan = self.plan.while_training().replace(amp="bf16" if self.bf16 else "off")
         for raw in self.val:
-            sums.add(scores(self.bound, net, on(self.device, raw), plan, self.device))
+            sums.add(scores(self.bound, net, on(self.device, raw), plan))
         self.meter.scores.append(sign * sums.read()[metric])
         self.meter.wait, self.meter.evaluating = wait, self.meter.evaluating + perf_counter() - start
         return self.meter.scores[-1]
