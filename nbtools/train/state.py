@@ -83,6 +83,8 @@ class TrainState:
         own = {"warmup_epochs": self.schedule is not None, "weight_decay": not self.built_in}
         for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
             self.events.append(f"Plan.{name} has no effect: the task's own optimizer or schedule decides it")
+        if plan.checkpoint_activations and not any(hasattr(layer, "recompute") for layer in self.model.modules()):
+            self.events.append("Plan.checkpoint_activations is for the built-in networks; call torch.utils.checkpoint")
         self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
