@@ -101,7 +101,8 @@ def fit(
 
 
 def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, **settings: Any) -> tuple[Path, Any]:
-    """Return the folder of a call's run, and where it is kept. Raises PackError, CheckpointError, PlanError."""
+    """Return the folder of a call's run, without requests to an earlier one, and where it is kept. Raises PackError,
+    CheckpointError, PlanError."""
     if settings:
         train.as_task(task).PLAN.replace(**settings)  # what is none either, is refused as such
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -172,19 +173,20 @@ def prepare(
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
     """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
-    with FirstSignal(signal.SIGTERM, partial(surface.requests.post, "stop", by="SIGTERM"), later=alone):
+    stop = surface.requests.post
+    with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
         try:
             with surface:
                 cold_start = follow(job, callbacks, begun)
             checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
             job.state.ranks.end()
-            with surface.interrupts:
+            with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
                 finish(job, receipt, cold_start)
             if surface.notebook:
                 surface.tell(what_next(Run.open(job.folder, job.task)))
         finally:
             job.close()
-    return surface.interrupts.came
+    return sigint.came or surface.interrupts.came
 
 
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:

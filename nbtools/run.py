@@ -119,11 +119,12 @@ class Run:
         return f"{header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
     def summary(self) -> "pd.DataFrame":
-        """Return a row per epoch, from 1: losses, metrics, lr, seconds, samples/s, share of waiting, batch, MiB."""
+        """Return a row per epoch, from 1: losses, metrics, samples/s, share of waiting, seconds, lr, batch, MiB."""
         frame = self.history.frame("epoch")
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
-        rest = frame.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|memory")
-        return frame.filter(regex="^(train|val)_").join(rest)
+        scores = frame.filter(regex="^(train|val)_")
+        rest = frame.drop(columns=scores.columns)
+        return scores.join(rest.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|memory"))
 
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
@@ -314,7 +315,10 @@ def lock(folder: Path) -> AbstractContextManager[None]:
 def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
-    return outcomes({run.folder.relative_to(folder).as_posix(): run for run in open_runs(Path(folder))})
+    opened = open_runs(Path(folder))
+    times = (int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened)
+    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
+    return frame.assign(changed=[*map(datetime.fromtimestamp, times)])
 
 
 def open_runs(folder: Path) -> list[Run]:
@@ -342,8 +346,7 @@ def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
         score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
         wall = last.get("wall", 0.0)  # seconds of the whole run, as the live view counts them
         speed = {"minutes": wall / 60, "samples_per_s": last["samples"] / wall if wall else None}
-        changed = datetime.fromtimestamp(int(os.path.getmtime(run.folder / checkpoint.INDEX)))
-        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed, "changed": changed})
+        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed})
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
@@ -366,7 +369,7 @@ class Comparison:
     @cached_property
     def frame(self) -> "pd.DataFrame":
         """Return one row per run: its results, and each setting of the plan in which the runs differ."""
-        frame = outcomes(self.runs).drop(columns="changed")
+        frame = outcomes(self.runs)
         plans = type(frame)([run.plan.to_dict() for run in self.runs.values()], frame.index, dtype=object)
         differing = plans.loc[:, plans.map(repr).nunique() > 1].add_prefix("plan.")
         return frame.join(differing).dropna(axis="columns", how="all")

@@ -120,7 +120,7 @@ def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: 
             return pack
         if target.exists() and any(target.iterdir()):
             raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
-        with unfinished(target, digest(f"{disk.VERSION} {made['key']}")) as begun:
+        with unfinished(target, digest(f"{disk.VERSION} 2 {made['key']}")) as begun:
             inventory, sample = look()
             blocks = read_blocks(inventory, sample, begun, progress)
             disk.remove(begun / "new")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import current_thread, main_thread
 from typing import TypeVar
 from urllib.parse import parse_qs, urljoin, urlsplit
@@ -52,8 +52,11 @@ def local(text: str) -> Path:
     """Return the absolute path, below Drive or not, whether it exists or not."""
     if not text.startswith("drive:"):
         return Path(text).expanduser().absolute()
+    inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
+    if ".." in inside.parts:
+        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
     folder = os.environ.get("NBTOOLS_DRIVE")
-    return (Path(folder).absolute() if folder else mount()) / text.removeprefix("drive:").lstrip("/")
+    return (Path(folder).absolute() if folder else mount()) / inside
 
 
 def drive_path(path: str | Path) -> Path:

@@ -57,7 +57,7 @@ class Messages:
         else:
             stream = threads.manager.get_shell_channel_to_subshell_pair(None).to_stream
             self.replies = threads.manager.get_subshell_to_shell_channel_socket(None)
-        for comm in getattr(getattr(kernel, "comm_manager", None), "comms", {}).values():
+        for comm in [*getattr(getattr(kernel, "comm_manager", None), "comms", {}).values()]:
             comm._reply_subshell_id = None  # 7.4: clicks go where the last came from, a closed page's subshell perhaps
         self.receiver = stream._recv_callback
         stream.on_recv(self.receive, copy=False)

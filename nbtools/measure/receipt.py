@@ -18,7 +18,7 @@ from nbtools.train import Plan, TaskLike, as_task, list_changes, shown
 from nbtools.train import device as devices
 
 SECONDS, ROUNDS = 9.0, 3  # of all turns; of these at least
-LEAST, SHARE, SHORT = 36.0, 0.1, 1.0  # seconds that a receipt may take, or this share of the run; after any run
+LEAST, SHARE, SHORT = 36.0, 0.1, 1.0  # seconds, or share of the run if more, that a receipt takes; after any run
 GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),

@@ -66,12 +66,13 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave a block of the loop out of `wall`."""
-        self.stop()
+        """Leave the block out of `wall`."""
+        start = self.clock()
         try:
             yield
         finally:
-            self.start()
+            if self.since is not None:
+                self.since += self.clock() - start
 
 
 def seconds(spans: Spans) -> tuple[float, float]:

@@ -84,7 +84,7 @@ class TrainState:
         for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
             self.events.append(f"Plan.{name} has no effect: the task's own optimizer or schedule decides it")
         if plan.checkpoint_activations and not any(hasattr(layer, "recompute") for layer in self.model.modules()):
-            self.events.append("Plan.checkpoint_activations is for the built-in networks; call torch.utils.checkpoint")
+            self.events.append("nbtools itself recomputes activations in its built-in networks only")
         self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
@@ -151,6 +151,9 @@ class TrainState:
         if self.best.metric not in (None, metric):
             self.best = Best(drops=self.best.drops)  # a best value of another metric does not count
         best = self.best
+        if f"val_{metric}" not in values:
+            named = ", ".join(name.removeprefix("val_") for name in values if name != "eval_time")
+            raise TrainError(f"the task's BEST is {metric!r}, but its metrics are {named}; name one of them")
         value, loss = values[f"val_{metric}"], values["val_loss"]
         beaten = best.value is None or order(value, loss, sign) >= order(best.value, best.loss, sign)
         self.improved = math.isfinite(value) and beaten

@@ -188,6 +188,7 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_never_missing_or_a_mixtur
 
 REFUSED = {
     "missing": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
+    "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
     "truncated": ("half.tar", TAR[:9000], r"half\.tar: is damaged: .*Copy or download it again"),
     "no archive in it": ("labels.csv.gz", gzip.compress(b"file"), r"labels\.csv\.gz: not an archive: it begins with"),
     "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),

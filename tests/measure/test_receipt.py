@@ -66,8 +66,7 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     assert "No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not" in str(found)
     assert found.samples == FASTER.epochs * pack.splits["train"]
     took = found.samples / found.after.samples_per_s
-    whole = f"; all epochs' steps take {duration(took)}, or {duration(took * found.ratio)} with the baseline's settings"
-    assert found.caption().endswith(whole)
+    assert f"steps take {duration(took)}, or {duration(took * found.ratio)} with the baseline's" in found.caption()
 
 
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):

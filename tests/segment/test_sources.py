@@ -62,10 +62,12 @@ def test_lines_that_cannot_be_used_are_rows_with_their_numbers(tmp_path):
 
 
 def test_lists_of_images_alone_give_the_splits_of_these_and_leave_out_the_others(tmp_path):
-    files = {f"{folder}/{i}.png": make() for i in range(5) for folder, make in (("images", photo), ("masks", ids))}
+    both, given = (("images", photo), ("masks", ids)), (*range(5), "test/5")
+    files = {f"{folder}/{i}.png": make() for i in given for folder, make in both}
     lists = {"test.txt": "0\n", "lists/val.txt": "/home/me/images/1.png\n7\n", "train.txt": "images\\2.png\n3\n0\n"}
-    made = packed(folder := tree(tmp_path / "raw", {**files, **lists, "train/log.csv": "4\n"}))
-    assert [made.names[made.ids(split)[0]] for split in made.splits] == [f"images/{i}.png" for i in (2, 1, 0)]
+    others = {"train/log.csv": "4\n", "train_val.txt": "0\n1\n2\n", "train_log.txt": "4\nwas bad\nagain\n"}
+    made = packed(folder := tree(tmp_path / "raw", {**files, **lists, **others}))
+    assert ["".join(made.names[i][-5] for i in made.ids(split)) for split in made.splits] == ["23", "1", "05"]
     bad = ["images/4.png", "lists/val.txt:2", "masks/4.png", "train.txt:3"]
     assert sorted(row.file for row in checked(folder).rows) == bad
 

@@ -99,6 +99,7 @@ UNTRAINABLE: dict[str, dict[str, Any]] = {  # what is said → hooks of the task
     "does not require grad.*; compute the loss by torch alone": {"loss": lambda f, x, _: f(x).argmax(1).float().mean()},
     r"loss must return .*; got a float; .* without \.item\(\)": {"loss": lambda f, x, _: f(x).mean().item()},
     "; BatchNorm needs two": {"loss": lambda f, x, _: nn.BatchNorm1d(4)(f(x)).sum(), "batch_size": 1},
+    "BEST is 'acc', but its metrics are loss, accuracy": {"BEST": "acc"},
 }
 
 

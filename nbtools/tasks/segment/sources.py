@@ -3,7 +3,7 @@
     images/a.jpg  labels/a.png       or masks/; train/, val/ and test/ above or below either
     train/a.png   trainannot/a.png   CamVid's
     train.txt         lines image,label with any separator; paths from its folder, or from one above it; or lines of
-                      images alone, with or without folder and suffix: their split
+                      images alone, with or without folder and suffix: their split, of any that has no other
     annotations.xml   CVAT for images, next to the images or to images/; see `cvat`
 
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
@@ -12,7 +12,7 @@ A list's label comes before a mask of the image's name, and that before CVAT's s
 import os.path
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from nbtools.data import IMAGES, compose
@@ -66,34 +66,35 @@ class Source:
 
     def read_list(self, name: str) -> None:
         """Take the image and the label of each line; a text without such lines is no list."""
-        rows, split = [], split_word(PurePosixPath(name).stem) or parse_path(name)[0]
+        rows, word = [], split_word(PurePosixPath(name).stem)
         try:
             rows = read_rows(decode_text((self.folder / name).read_bytes(), name), name, is_pair)
         except Refused as refusal:  # no text, or no CSV
-            self.rows += [refusal.row(name)] * bool(split_word(PurePosixPath(name).stem))
+            self.rows += [refusal.row(name)] * bool(word)
         if not any(is_pair(cells) for _, cells in rows):
-            if word := split_word(PurePosixPath(name).stem):
+            if word and len({*re.findall("train|val|test", PurePosixPath(name).stem.lower())}) == 1:  # not train_val
                 self.read_names(name, rows, word)
             return
         for number, cells in rows:
             image, label = (self.find(cell, name) for cell in (*cells, "")[:2])
             if image and label:
-                self.add(Item(image, split or parse_path(image)[0], label), f"{name}:{number}")
+                split = word or parse_path(name)[0] or parse_path(image)[0]
+                self.add(Item(image, split, label), f"{name}:{number}")
             else:
                 rule, fix = "image and label of a line must exist", "copy the files too, correct the line, or delete it"
                 self.rows.append(Row(f"{name}:{number}", ",".join(cells)[:120], rule, fix))
 
     def read_names(self, name: str, rows: list[tuple[int, list[str]]], split: str) -> None:
-        """Take the split of the image that each line names; a text that names none is no list."""
+        """Take the split of the image that each line names; sentences are no list, nor what names no image."""
         images, found = defaultdict[str, list[str]](list), list[list[str]]()
-        for image in self.having(*IMAGES):
-            if parse_path(image)[:2] in ((None, False), (split, False)):
-                images[PurePosixPath(bare(image)).name].append(image)
+        for image in (each for each in self.having(*IMAGES) if parse_path(each)[:2] in ((None, False), (split, False))):
+            images[PurePosixPath(bare(image)).name].append(image)
         for _, cells in rows:
             line = f"/{bare(cells[0])}"
             some = [(f"/{bare(image)}", image) for image in images[PurePosixPath(line).name] if len(cells) == 1]
             found.append([image for path, image in some if path.endswith(line) or line.endswith(path)])
-        for (number, cells), some in zip(rows if any(found) else (), found, strict=False):
+        listed = 2 * sum(map(bool, found)) >= len(rows) or not any(" " in cells[0] for _, cells in rows)
+        for (number, cells), some in zip(rows if any(found) and listed else (), found, strict=False):
             if len(some) != 1 or self.splits.setdefault(some[0], split) != split:
                 rule, fix = "a line must name one image, in one split", "correct it, add its folder, or delete it"
                 self.rows.append(Row(f"{name}:{number}", f"{cells[0]}, of {len(some)} images", rule, fix))
@@ -102,10 +103,12 @@ class Source:
         """Pair images with masks by their names, then with CVAT's shapes; what is left has no label, or no image."""
         parsed = {name: parse_path(name) for name in self.having(*IMAGES)}
         images = {key: name for name, (_, is_mask, key) in reversed(parsed.items()) if not is_mask}
-        listed = "train" in {item.split for item in self.items.values()} | {*self.splits.values()}
+        self.items = {n: replace(one, split=one.split or self.splits.get(n)) for n, one in self.items.items()}
+        paired = "train" in [one.split for one in self.items.values()]  # then what no list names is left out
+        named = "train" in self.splits.values()  # or what neither a list nor a folder gives a split
         for name, (split, is_mask, key) in parsed.items():
             image = images.get(key, "")
-            if is_mask and image and (not listed or image in self.splits):  # else it is left out: in no list
+            if is_mask and image and (image in self.splits or not (paired or (named and not split))):
                 self.items.setdefault(image, Item(image, self.splits.get(image, split), name))
         for name in self.having(".xml"):
             self.read_annotations(name)
@@ -113,8 +116,8 @@ class Source:
         for name, (_, is_mask, _) in parsed.items():
             if name not in used:
                 rule = "a label must have an image" if is_mask else "an image must have a label"
-                came, fix = "in no list" if listed else "none of that name", "add the missing file, or delete this one"
-                self.rows.append(Row(name, came, rule, fix))
+                came = "in no list" if paired or named else "none of that name"
+                self.rows.append(Row(name, came, rule, "add the missing file, or delete this one"))
 
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""

@@ -15,8 +15,8 @@ A clip, CLIP.npz, has X, X2048 or both; without a mask every point that is not 0
     timestamps_ms  (T,)       int64     increasing
     meta           ()         text      JSON
 
-A list is a CSV with any separator and the columns file, gloss and cat, ids from 0, perhaps signer: whose clips stay in
-one split. A row names a clip below the list's folder by an end of its path that no other has, `.npz` may be left out.
+A list is a CSV with any separator and the columns file, gloss and cat, ids from 0, perhaps signer: splits are drawn by
+it. A row names a clip below the list's folder by an end of its path that no other has, `.npz` may be left out.
 """
 
 import contextlib
@@ -358,7 +358,7 @@ def read_table(folder: Path, name: str, columns: Sequence[str], *others: str) ->
         value, fix = ",".join(rows[0][1])[:60] if rows else "an empty file", f"write {','.join(columns)} as line 1"
         raise Refused(value, f"the first line must have the columns {', '.join(columns)}", fix, name)
     head = [cell.casefold() for cell in rows[0][1]]
-    places = [head.index(column) if column in head else len(head) for column in (*columns, *others)]
+    places = [head.index(column) if column in head else 10**6 for column in (*columns, *others)]
     return [(f"{name}:{line}", [cells[p] if p < len(cells) else "" for p in places]) for line, cells in rows[1:]]
 
 
