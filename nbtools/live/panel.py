@@ -91,14 +91,12 @@ class Panel:
 
     def click(self, action: str) -> None:
         """Request an action; Undo first takes back what is not applied yet."""
-        if monotonic() - self.clicked.get(action, 0.0) < TWICE:
-            return
         if action == "undo" and self.bad:
             self.drop()
-        elif self.running:
+        elif self.running and monotonic() - self.clicked.get(action, 0.0) > TWICE:
             self.requests.post("resume" if action == "pause" and self.requests.paused else action)
             self.form.show_run()
-        self.clicked[action] = monotonic()
+            self.clicked[action] = monotonic()
 
     def read(self, name: str, text: Any) -> None:
         """Adopt what the user put into a field, else keep it there with the reason; an emptied field, as after Escape,

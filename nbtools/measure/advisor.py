@@ -194,7 +194,8 @@ class Search:
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
             whys[name] = "is faster, but there was no time to check that it learns the same"
             with self.until("its losses") as clock:
-                whys[name] = objection(self.task, self.pack, self.plain(self.plan), changes[name], clock)
+                plain = self.plain(self.plan)
+                whys[name] = objection(self.task, self.pack, plain, changes[name], clock, self.sample_s)
             if not whys[name]:
                 best = name
                 break

@@ -21,6 +21,7 @@ from nbtools.train import device as devices
 
 ROUNDS, LEAST_ROUNDS = 12, 3  # of turns
 STEPS, BATCHES, SAMPLES = 6, 3, 8  # after which, on which losses and gradients are compared; of a batch at most
+PASSES = 20  # that this takes, with what begins it
 SAME_LOSS, SAME_GRADIENT = 0.01, 0.99  # relative; cosine: bf16 keeps 8 bits, 0.4 % a number
 CONTROL = 3.0  # times what two equal runs differ by
 
@@ -104,11 +105,13 @@ def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> 
     return Trial(change, tuple(ratios), other.timing())
 
 
-def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any], clock: Clock) -> str:
+def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any], clock: Deadline, each: float) -> str:
     """Return how loss and gradient of some batches differ with other arithmetic, beyond chance; "" if they do not. At
-    the same weights, with dropout off: chaos alone parts two trajectories of hctr by 3.5 % in 20 steps."""
+    the same weights, with dropout off: chaos alone parts two trajectories of hctr by 3.5 % in 20 steps. each: seconds
+    of a sample; batches are as large as the time that is left allows."""
     device, still = devices.pick(), {"micro_batch_size": None, "warmup_epochs": 0.0, "schedule": "constant"}
-    plan = plan.replace(batch_size=min(plan.batch_size, SAMPLES), **still)
+    samples = max(2, min(SAMPLES, int(clock.left() / (PASSES * each))))
+    plan = plan.replace(batch_size=min(plan.batch_size, samples), **still)
     try:
         pair = [Stepper(task, pack, p, device, clock=clock, learning=True) for p in (plan, plan.replace(**change))]
         for stepper in pair:
