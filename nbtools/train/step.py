@@ -2,6 +2,7 @@
 function halves the micro-batch when memory runs out, and one skips a step whose loss or gradient is not finite."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -24,7 +25,10 @@ from nbtools.train.state import TrainState
 from nbtools.train.task import as_sum, set_training
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
-FIXES = {  # words of torch's errors in a step → what to do
+FIXES = {  # patterns of torch's errors in a step → what to do
+    "(sparse|dense) gradients|'Sparse(CPU|CUDA)'": "with Embedding(sparse=True) set sparse=False, or pass another "
+    "optimizer, without clip_norm",
+    "fused_": "the built-in optimizers are fused: pass optimizer=torch.optim.AdamW",
     "more than 1 value per channel": "BatchNorm needs two samples at a time: raise batch_size or micro_batch_size",
     "does not require grad": "compute the loss by torch alone, without .item(), .detach(), argmax, NumPy and no_grad",
     "inplace operation": "write y = y + 1 in place of y += 1 in the network or the loss",
@@ -38,7 +42,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if not (fix := next((fix for words, fix in FIXES.items() if words in str(error)), "")):
+        if not (fix := next((fix for pattern, fix in FIXES.items() if re.search(pattern, str(error))), "")):
             raise
         raise TrainError(f"{str(error).split('. ')[0].rstrip('.')}; {fix}") from error
 
