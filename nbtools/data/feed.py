@@ -5,6 +5,7 @@ A raw batch is a dict of tensors: a fixed column (B, *shape); a ragged one zero-
 """
 
 import copy
+import gc
 import pickle
 import signal
 from collections import deque
@@ -215,7 +216,7 @@ class Workers(Feed):
             pin_memory=cuda,
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=begin,
             generator=torch.Generator().manual_seed(seed),
             multiprocessing_context=start_method(self.pack.raw) if many and cuda else None,
         )
@@ -253,8 +254,9 @@ def start_method(data: Any) -> str:
     return "fork"
 
 
-def ignore_signals(worker: int) -> None:
-    """Let the run decide what an interrupt means: it reaches every process of a notebook or terminal, as does SIGTERM
-    when a kernel shuts down, and the step under way is to be finished and saved."""
+def begin(worker: int) -> None:
+    """Leave to the run its garbage, which may hold workers that only it can end, and what an interrupt means: that
+    reaches every process of a notebook or terminal, as does SIGTERM when a kernel shuts down, amid a step to save."""
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(5))  # no longer: who waits for this process would hang

@@ -2,6 +2,7 @@
 output of the cell. `bar` counts; `work` shows the time left of what `phase` names and `tick` draws."""
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -129,8 +130,9 @@ def positions() -> Iterator[tuple[str, int]]:
 
 
 def begin(work: Callable[[Any], Any]) -> None:
-    """Begin a worker: it dies with its parent, to which it leaves interrupts, and has one core."""
+    """Begin a worker: it dies with its parent, to which it leaves interrupts and garbage, and has one core."""
     WORK[:] = [work]
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)  # else OpenMP may hang in the fork of a process that has used it
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

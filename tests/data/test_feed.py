@@ -1,9 +1,11 @@
 """Feeds: every sample once an epoch whatever happens to the batch size, and the same batches from everywhere."""
 
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from packs import pack_of
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import nbtools as nb
-from nbtools.data import batches_left, choose, gather, lengths_of, open_feed
+from nbtools.data import batches_left, choose, gather, lengths_of, open_feed, progress
 from nbtools.data.feed import Workers
 from nbtools.errors import PackError, TrainError
 from nbtools.tasks.captcha import Plan
@@ -164,6 +166,25 @@ def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_deat
         next(iter(open_feed(broken, plan, CPU)([np.array([1])])))
     with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
         open_feed(dataclasses.replace(pack, raw=None), plan, CPU)
+
+
+def test_workers_collect_no_garbage_of_the_process_that_started_them(pack, tmp_path, monkeypatch):
+    """Such as a loader that an interrupted cell leaves, whose own workers only that process can end."""
+    for name in ("LOOK", "SHORT"):
+        monkeypatch.setattr(progress, name, 0)
+    read, here = type(pack.raw).__getitem__, os.getpid()
+    monkeypatch.setattr(type(pack.raw), "__getitem__", lambda *item: (gc.collect(), read(*item))[1])
+    gc.disable()
+    left = Broken()
+    vars(left)["itself"] = left
+    weakref.finalize(left, lambda: os.getpid() == here or (tmp_path / "collected").touch())
+    del left
+    try:
+        assert any(progress.side_by_side(lambda i: os.getpid() != here and (gc.collect(), True)[1], range(40)))
+        assert [*open_feed(pack, Plan(feed="workers", workers=1), CPU)([np.array([0])])]
+    finally:
+        gc.enable()
+    assert not (tmp_path / "collected").exists()
 
 
 def test_an_interrupt_that_reaches_the_workers_too_ends_none_of_them(pack):
