@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TASK = "dataset"
 NO_CLASS = ("images", "imgs", "jpegimages")  # folders of data sets with masks, or lists of labels
-SPLIT = re.compile(r"(?<![a-z])(?:(train)(?:ing)?|e?(val)(?:id|idation|uation)?|dev|(test)(?:ing)?)(?![a-z])", re.I)
+SPLIT = r"(?<![a-z])(?:(train)(?:ing)?|e?(val)(?:id|idation|uation)?|dev|(test)(?:ing)?)(?:set|data|images?)?(?![a-z])"
 
 
 def pack(
@@ -186,9 +186,9 @@ def list_items(data: Any) -> Any:
 
 
 def split_word(name: str) -> str | None:
-    """Return train, val or test if a name has it as a word, also as training_set, valid, testing, seg_test."""
-    match = SPLIT.search(name)
-    return match[match.lastindex or 0].lower().replace("dev", "val") if match else None
+    """Return train, val or test if a name has it as a word, also as training_set, valid, TestData, seg_test."""
+    match = re.search(SPLIT, name, re.I)
+    return (match[match.lastindex].lower() if match.lastindex else "val") if match else None
 
 
 def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> list[Part]:

@@ -92,8 +92,8 @@ class Items:
         self.parts, self.options = parts, options
         self.places = [(k, i) for k, (_, part, _) in enumerate(parts) for i in range(len(part))]
         self.names = [name for _, _, names in parts for name in names]
-        if not self.places:
-            raise PackError(f"{options.source} has no items; a pack needs at least one")
+        if empty := [split or options.source for split, part, _ in parts if not len(part)]:
+            raise PackError(f"{empty[0]} has no items; pass at least one")
         groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
         self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
         if len(self.groups) != (count := len(self)):

@@ -203,6 +203,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "which part of an item is its target": ([{"x": 0.5, "y": 1, "label": 2}] * 20, {}),
     "t must hold numbers, got the text 'abc'; .* text=function": (Items(lambda i: {"t": "abc", "y": 1}), {}),
     "no column 'prize'; its columns are a, y": (frame(), {"target": "prize"}),
+    "val has no items; pass at least one": (Items(vector), {"val": []}),
     "with a size=": (Items(vector), {"resize": "crop"}),
     "the items hold none": (Items(vector), {"size": 8}),
     "one shape, apart from its first axis": (Items(lambda i: (np.zeros((2, i + 1)), 0)), {}),
@@ -264,6 +265,7 @@ FOLDERS = {
     # name: (folders with 6 pictures each, classes, splits that are given)
     "classes": (["cat", "dog"], ["cat", "dog"], {}),
     "below another folder": (["set/pets/cat", "set/pets/dog"], ["cat", "dog"], {}),
+    "TrainData": (["TrainData/cat", "TrainData/dog", "devset/cat"], ["cat", "dog"], {"val": 6}),
     "training_set": (["training_set/cat", "training_set/dog", "test_set/cat"], ["cat", "dog"], {"test": 6}),
     "seg_train": (["seg_train/seg_train/a", "seg_train/seg_train/b", "seg_test/seg_test/b"], ["a", "b"], {"test": 6}),
     "an unlabelled test folder": (["train/cat", "train/dog", "test"], ["cat", "dog"], {}),
