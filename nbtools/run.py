@@ -294,8 +294,8 @@ def what_next(run: Run) -> str:
     done, so_far = ("done: ", "") if run.over else ("", " so far")
     if (name := run.index.get("best")) is None:
         return f"{done}the newest weights are in {run.folder}; no evaluation has chosen a best model{so_far}"
-    uses = 'run.report(pack), run.predict(files), run.export("model.onnx")'
-    return f"{done}the best model{so_far} is {run.folder / name}.safetensors ({run.reached}); next: {uses}"
+    use = 'run.report(pack), run.predict(files), run.export("model.onnx")'
+    return f"{done}{run.folder} has the best model{so_far}, {name}.safetensors ({run.reached}), plot.png …; next: {use}"
 
 
 def busy(folder: Path) -> bool:

@@ -39,7 +39,7 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert all(not (a == b == "code") for a, b in itertools.pairwise(kinds)), "prose between cells"
     for source in cells(name, "code"):
         assert len(source.splitlines()) <= 12
-        assert "panel.put(" not in source or "nb.fit(" not in source, "which would undo what was turned meanwhile"
+        assert "Panel(" not in source or "nb.fit(" not in source, "which would undo what was turned meanwhile"
         for node in ast.walk(ast.parse(re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.M))):
             defines = isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda))
             assert not defines or name == "9_your_own_task", "this belongs in the package"  # but for one's own network
@@ -54,7 +54,7 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert str(made).count("'source_hidden': True") == 1, "the cell that installs is folded"
     assert not re.search(r"nb\.stage\([^)]*\.csv", str(made)), "a folder or an archive is staged, no table"
     assert name != "9_your_own_task" or "epochs if DATA else EPOCHS" in str(made), "few epochs for generated data alone"
-    for part in (r"nb\.Panel\(.*\n.*\.turn\(\*\*CHANGES\)", r"again = nb\.fit\(.*\n +nb\.compare\("):
+    for part in (r"nb\.Panel\(.*\*\*CHANGES", r"again = nb\.fit\(.*\n +nb\.compare\("):
         assert "2_train" not in name or re.search(part, "\n".join([*cells(name, "code"), *texts])), part
 
 
@@ -76,13 +76,13 @@ os.environ.update(NBTOOLS_CACHE={cache!r}, NBTOOLS_DRIVE={drive!r})"""
 
 
 def in_turn(top: Path) -> list[NotebookNode]:
-    """The notebooks of captchas, executed one after another in one kernel, which spares the imports: each in a folder
-    of its own and without the names of those before it, with a Drive in common."""
+    """The notebooks of captchas and that of one's own task, executed one after another in one kernel, which spares the
+    imports: each in a folder of its own and without the names of those before it, with a Drive in common."""
     (top / "drive").mkdir()
     cells, ends = [], [0]
-    for part in fresh.PARTS:
-        places = {"folder": str(top / part), "drive": str(top / "drive"), "cache": str(top / part / "cache")}
-        cells += [nbformat.v4.new_code_cell(BEFORE.format(**places)), *execute.tiny(f"captcha/{part}").cells]
+    for name in (*(f"captcha/{part}" for part in fresh.PARTS), "9_your_own_task"):
+        places = {"folder": str(top / name), "drive": str(top / "drive"), "cache": str(top / name / "cache")}
+        cells += [nbformat.v4.new_code_cell(BEFORE.format(**places)), *execute.tiny(name).cells]
         ends.append(len(cells))
     whole = nbformat.v4.new_notebook(cells=[NotebookNode({**cell, "id": f"cell-{i}"}) for i, cell in enumerate(cells)])
     ran = execute.run(whole, top, {**os.environ, "OMP_NUM_THREADS": "1"}).cells
@@ -101,10 +101,11 @@ def words(cells: list[NotebookNode]) -> int:
 
 
 @pytest.mark.timeout(900)
-def test_captchas_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path):
+def test_captchas_and_a_task_of_ones_own_run_from_top_to_bottom_and_hand_on_what_lies_on_drive(tmp_path):
     ran = fresh.apart(in_turn, tmp_path)
-    said = [fresh.text(notebook) for notebook in ran]
+    *said, own = [fresh.text(notebook) for notebook in ran]
     fresh.check_chain("captcha", said)
+    assert re.search(r"^epoch 1 of 1  train .*  val .*", own, re.M)
     assert re.search(r"^epoch 1 of 1  train .*  lr \S+(  |$)", said[1], re.M)
     assert "Not measured: it needs MEASURE = True" in said[1], "in place of the receipt"
     assert words(ran[1].cells) <= 350, "and a receipt has 110"

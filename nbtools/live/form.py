@@ -17,7 +17,6 @@ from ipywidgets import HTML, Button, FloatLogSlider, HBox, Layout, Text, VBox
 
 from nbtools import show
 from nbtools.live.draw import HEAD
-from nbtools.train import list_changes
 
 STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")  # settings next to the curves of a run
 IN_VIEW = ("network", *STRIP, "eval_every")  # of the form; all other settings are under More
@@ -73,8 +72,8 @@ class Form:
         form = make(VBox, [self.menu, *first, fold(f"More: {len(rows)} settings", [*rows.values()])], look="form")
         head, actions = HTML(HEAD, layout=Layout(display="none")), make(HBox, [*self.actions.values()], look="bar")
         strip = make(HBox, [knobs[name] for name in STRIP], look="bar")
-        every = fold("All settings", [make(VBox, [form], look="fold")])
-        self.controls = make(VBox, [head, actions, self.pending, strip, asking, every], look="panel")
+        self.every = fold("All settings", [make(VBox, [form], look="fold")])
+        self.controls = make(VBox, [head, actions, self.pending, strip, asking, self.every], look="panel")
         self.own = VBox([actions, self.pending, HTML(message(ELSEWHERE, "nbtools-muted"))])
         self.before = VBox([asking, form])
         self.whole = make(VBox, [head, self.own, self.before], look="panel")
@@ -119,8 +118,7 @@ class Form:
         """Show the question or refusal, else what a change brought with it or what limits the plan, else what was
         changed, and the buttons to answer with."""
         panel, names = self.panel, [*self.panel.bad]
-        changed = list_changes(self.plan.changes_from(panel.advised))
-        text = panel.note or (f"Changed from the advice: {changed}" if changed else "No settings changed")
+        text = panel.note or panel.changed
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
         self.notice.value = message(bad or text, "nbtools-bad" * bool(bad), True)
         few, count = ", ".join(f"{n} = {to_text(value)}" for n, value in panel.proposed.items()), len(panel.proposed)
@@ -139,6 +137,8 @@ class Form:
         messages += [f"after this step: {requests.change}"] if requests and requests.change else []
         self.pending.value = message(" · ".join(messages) or self.told, "" if messages else "nbtools-muted", True)
         self.own.layout.display, self.before.layout.display = ("flex", "none") if requests else ("none", "flex")
+        if requests:  # at its end the form comes back folded, so that what is below stays where it is
+            self.before.children = (self.before.children[0], self.every)
         for action, each in self.actions.items():
             resume = action == "pause" and paused
             each.description, each.icon, each.tooltip = RESUME if resume else BUTTONS[action]

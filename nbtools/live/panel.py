@@ -29,23 +29,25 @@ class Panel:
     of batch size adjusts lr by the plan's lr_rule. Works without a front end: `panel.fields["lr"].value = "3e-4"`.
 
     bad: setting → why its field's value is not applied, "" for several at once. note: what the last change brought
-    with it, or what limits the plan; proposed: the values that *Apply* sets, to be confirmed or worth making.
+    with it, or what limits the plan; proposed: the values that *Apply* sets, to be confirmed or worth making. changes:
+    settings that differ from the advice from the start, as in a demo. Raises PlanError.
     """
 
-    def __init__(self, advice: Any):
-        plan = getattr(advice, "plan", advice)
-        if not isinstance(plan, Plan):
+    def __init__(self, advice: Any, **changes: Any):
+        advised = getattr(advice, "plan", advice)
+        if not isinstance(advised, Plan):
             rule = f"Panel takes an Advice or a Plan, got {type(advice).__qualname__}"
             raise PlanError(f"{rule}; try Panel(nb.advise(…))")
         from nbtools.live.form import Form  # here, since ipywidgets are slow to import
 
         self.id = uuid4().hex  # in the index of the run that it drives
-        self.requests, self.running = Requests(Plans(plan, plan), plan), False
+        self.start = plan = advised.turn(**changes)
+        self.requests, self.running = Requests(Plans(plan, plan), advised), False
         self.clicked = dict[str, float]()  # action → when
         self.lock = threading.RLock()  # the run and the user may both be changing it
         self.rules = {field.name: field for field in dataclasses.fields(plan)}
         self.reasons, self.lr_trial = getattr(advice, "reasons", {}), getattr(advice, "lr_trial", None)
-        self.presets, self.fixed = presets(advice, plan), dict[str, str]()
+        self.presets, self.fixed = presets(advice, advised), dict[str, str]()
         self.bad, self.note, self.proposed = dict[str, str](), "", dict[str, Any]()
         self.form = Form(self)
         self.fields = self.form.fields
@@ -56,6 +58,14 @@ class Panel:
     def plan(self) -> Plan:
         """Return the wanted plan: of the run in progress, else of the next one."""
         return self.requests.state.plan
+
+    @property
+    def changed(self) -> str:
+        """Return what the user changed, else what was changed from the start."""
+        if changed := list_changes(self.plan.changes_from(self.start)):
+            return f"Changed: {changed}"
+        given = list_changes(self.start.changes_from(self.advised))
+        return f"Given in place of the advice: {given}" if given else "No settings changed"
 
     @property
     def advised(self) -> Plan:
@@ -143,10 +153,10 @@ class Panel:
         return reason if value == advised else f"advised {shown(advised)}{f': {reason}' if reason else ''}"
 
     def __repr__(self) -> str:
-        return f"Panel: {list_changes(self.plan.changes_from(self.advised)) or 'no settings changed'}"
+        return f"Panel. {self.changed}"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """Return the form, and for a page without a kernel what was changed of the advice."""
+        """Return the form, and for a page without a kernel what was changed."""
         return bundle_of(self.form.whole, repr(self))
 
 

@@ -113,8 +113,7 @@ advice
 # Change what you like in the form; *Run all* needs no click.
 
 # %%
-panel = nb.Panel(advice)
-panel.put(panel.plan.replace(epochs=panel.plan.epochs if DATA else EPOCHS))
+panel = nb.Panel(advice, epochs=advice.plan.epochs if DATA else EPOCHS)
 panel
 
 # %% [markdown]

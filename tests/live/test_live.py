@@ -127,7 +127,7 @@ def visit(begun, request) -> Visit:
 
 
 def test_names_are_text_and_at_every_width_facts_are_whole_and_charts_large_without_a_hole(visit):
-    assert SCRIPT in visit.output.inner_text(), "the run's name"
+    until(lambda: SCRIPT in visit.output.inner_text(), "the run's name")
     for width in (700, 900, 1280, 1440, 1920, browser.WINDOW["width"]):
         visit.notebook.page.set_viewport_size({**browser.WINDOW, "width": width})
         visit.notebook.page.wait_for_timeout(300)
@@ -229,7 +229,7 @@ def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_ste
 
 
 def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(visit):
-    output, line = visit.output, r"the\s+best\s+model\s+so\s+far\s+is|newest\s+weights\s+are\s+in"
+    output, line = visit.output, r"has\s+the\s+best\s+model\s+so\s+far|newest\s+weights\s+are\s+in"
     until(lambda: output.locator(".nbt-grid").count(), "the last frame")
     until(lambda: re.search(line, output.inner_text()), "the last line")
     assert re.search(r"stopped by you after step \d+; run it again to continue", output.inner_text())
@@ -267,11 +267,14 @@ def test_refreshing_the_picture_does_not_touch_the_live_view_and_hides_behind_it
     assert all((visit.work / each / "plot.png").read_bytes().startswith(b"\x89PNG") for each in (RUN, "kept"))
 
 
-def test_an_interrupt_is_a_clean_stop_and_leaves_a_usable_run(visit):
+def test_an_interrupt_is_a_clean_stop_leaves_a_usable_run_and_moves_nothing_below_the_panel(visit):
+    tops = [visit.notebook.output(cell).bounding_box for cell in (PANEL, FIT)]
+    before = tops[1]()["y"] - tops[0]()["y"]
     visit.notebook.interrupt()
     for cell, words in ((FIT, "stopped by you"), (THIRD, "whole_accuracy")):  # may be printed after a prompt
         until(lambda cell=cell, words=words: words in visit.notebook.output(cell).inner_text(), words)
     visit.notebook.wait_for_prompt(THIRD, r"\d+")
+    assert abs(tops[1]()["y"] - tops[0]()["y"] - before) < 40
     notebook = visit.save("interrupted")
     order = [notebook["cells"][cell]["execution_count"] for cell in (STILLS, FIT, SECOND, THIRD)]
     assert order == [*range(order[0], order[0] + 4)]

@@ -37,6 +37,14 @@ def test_an_estimate_of_the_time_left_that_is_exceeded_grows():
         assert progress.ongoing[0][0].total > progress.ongoing[0][0].n
 
 
+def test_each_part_of_the_receipt_is_named_as_it_begins(pack, tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(progress.tqdm, "set_postfix_str", lambda bar, name, refresh: names.append(name))
+    run = nb.fit(toy, pack, PLAN.replace(amp="bf16"), tmp_path / "run", progress=False, receipt=True)
+    assert run.receipt is not None
+    assert {*names} >= {*(rung.name for rung in run.receipt.rungs[1:]), "what limits it"}
+
+
 @pytest.mark.usefixtures("at_once")
 def test_a_resumed_run_says_where_and_a_quiet_one_nothing(pack, tmp_path, capsys):
     nb.fit(acting({12: asking(tmp_path / "run", "stop")}), pack, PLAN, tmp_path / "run", receipt=False)

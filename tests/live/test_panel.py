@@ -90,17 +90,10 @@ def test_a_field_sets_its_setting(name, text, value):
     made = panel(clip_norm=2.0)
     made.fields[name].value = text
     assert getattr(made.plan, name) == value
-    assert f"Changed from the advice: {name}" in words(made)
+    assert f"Changed: {name}" in words(made)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "rule"),
-    [
-        ("lr", "-1", "lr must be greater than 0, got -1.0"),
-        ("epochs", "1.5", "epochs must be a whole number"),
-        ("seed", EVIL, EVIL),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "rule"), [("lr", "-1", "must be greater than 0, got"), ("seed", EVIL, EVIL)])
 def test_a_value_that_breaks_a_rule_shows_the_rule_and_changes_nothing(name, text, rule):
     made = panel()
     made.fields[name].value = text
@@ -133,7 +126,10 @@ def test_help_and_reasons_of_changes_stand_next_to_fields_are_escaped_and_a_page
     assert "<img" not in page(made)
     assert made._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     made.fields["epochs"].value = "30"
-    assert made._repr_mimebundle_()["text/plain"] == "Panel: epochs 10 → 30, lr 0.001 → 0.002"
+    assert made._repr_mimebundle_()["text/plain"] == "Panel. Changed: epochs 10 → 30, lr 0.001 → 0.002"
+    demo = Panel(made.advised, epochs=2)
+    assert "Given in place of the advice: epochs 10 → 2" in words(demo), "by the notebook, not the user"
+    assert (demo.plan.epochs, demo.advised.epochs) == (2, 10)
 
 
 ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}

@@ -1,7 +1,6 @@
 """A run under its live view in a notebook's kernel, and what it leaves there when it is over."""
 
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import browser
@@ -10,17 +9,13 @@ from kernels import Client, parent, started
 
 from nbtools.live import view
 
-SETUP = f"""
-import sys; sys.path[:0] = [{str(Path(__file__).parents[1])!r}, {str(Path(__file__).parents[2])!r}]
-import torch; torch.set_num_threads(1)
+SETUP = """
 import nbtools as nb, toy
 from pathlib import Path
-from io import BytesIO
 from PIL import Image
 from nbtools.live import draw
-file = BytesIO()
-Image.new("L", (2, 2)).save(file, "png")
-draw.png = lambda *_: file.getvalue()  # drawing takes longer than all that is shown here
+Image.new("L", (2, 2)).save("tiny.png")
+draw.png = lambda *_: Path("tiny.png").read_bytes()  # drawing takes longer than all that is shown here
 pack = toy.make_pack(Path("toy"))
 plan = toy.PLAN.replace(epochs=1)
 """

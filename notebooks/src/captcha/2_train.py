@@ -33,24 +33,23 @@ if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
-# ## The machine
-
-# %%
-import nbtools as nb
-
-nb.gpus()
-
-# %% [markdown]
 # ## The data
 # The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw files too.
 
 # %%
+import nbtools as nb
 from nbtools.tasks import captcha
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/captcha.tar")
 pack = captcha.pack(data or captcha.demo("data/captcha", count=COUNT), **OPTIONS)
 pack
+
+# %% [markdown]
+# ## The machine
+
+# %%
+nb.gpus()
 
 # %% [markdown]
 # ## The plan
@@ -66,8 +65,7 @@ advice
 # saved page names what was changed.)
 
 # %%
-panel = nb.Panel(advice)
-panel.put(panel.plan.turn(**CHANGES))
+panel = nb.Panel(advice, **CHANGES)
 panel
 
 # %% [markdown]

@@ -34,24 +34,23 @@ if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
-# ## The machine
-
-# %%
-import nbtools as nb
-
-nb.gpus()
-
-# %% [markdown]
 # ## The data
 # The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw files too.
 
 # %%
+import nbtools as nb
 from nbtools.tasks import segment
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/segment.tar")
 pack = segment.pack(data or segment.demo("data/segment", count=COUNT, size=SIDES), **OPTIONS)
 pack
+
+# %% [markdown]
+# ## The machine
+
+# %%
+nb.gpus()
 
 # %% [markdown]
 # ## A plan
@@ -66,8 +65,7 @@ advice
 # Change what you like. The form needs no click: *Run all* uses the plan as shown.
 
 # %%
-panel = nb.Panel(advice)
-panel.put(panel.plan.turn(**CHANGES))
+panel = nb.Panel(advice, **CHANGES)
 panel
 
 # %% [markdown]

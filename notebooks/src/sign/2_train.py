@@ -34,19 +34,12 @@ if "COLAB_RELEASE_TAG" not in os.environ:
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
-# ## The machine
-
-# %%
-import nbtools as nb
-
-nb.gpus()
-
-# %% [markdown]
 # ## The data
 # The pack that `1_data` kept is copied from Drive. Where `RAW` names your data, or demo data are made here, the receipt
 # below measures the raw clips too. With keypoints and features two models can be trained.
 
 # %%
+import nbtools as nb
 from nbtools.tasks import sign
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/sign.tar")
@@ -54,6 +47,12 @@ source = data or sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories
 pack = sign.pack(source, **OPTIONS)
 both = {"x", "features"} <= set(pack.columns)
 pack
+
+# %% [markdown]
+# ## The machine
+
+# %%
+nb.gpus()
 
 # %% [markdown]
 # ## A plan for the Transformer
@@ -68,8 +67,7 @@ advice
 # Change what you like. The form needs no click: *Run all* uses the plan as shown.
 
 # %%
-panel = nb.Panel(advice)
-panel.put(panel.plan.replace(epochs=round(MORE * panel.plan.epochs)).turn(**CHANGES))
+panel = nb.Panel(advice, **{"epochs": round(MORE * advice.plan.epochs), **CHANGES})
 panel
 
 # %% [markdown]
