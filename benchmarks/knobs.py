@@ -4,10 +4,10 @@ own: is anything missed?
     python -m benchmarks.knobs [--task captcha] [--rounds 7] [--most 12] [--quick]
 
 Precision × layout × {eager, graph} × batch {½, 1, 2}, as far as at most two of them differ from the plan; the other
-feeds; and the plan compiled. Each is trained in turns with the plan, in one process, on a CPU on one thread; a ratio is
-of samples/s within a round, once compiled; what the device refuses is listed as refused. Where mixed precision is
-advised, five seeds train 50 steps in it and in float32: the difference of their mean losses over the spread of
-float32's seeds says whether it learns the same.
+feeds; and the plan compiled, or deterministic. Each is trained in turns with the plan, in one process, on a CPU on one
+thread; a ratio is of samples/s within a round, once compiled; what the device refuses is listed as refused. Where mixed
+precision is advised, five seeds train 50 steps in it and in float32: the difference of their mean losses over the
+spread of float32's seeds says whether it learns the same.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def corners(plan: Plan, feed: str, train: int, cuda: bool) -> dict[str, dict[str
             made[", ".join(values[name][value] for name, value in changes.items())] = changes
     singles = {f"feed={name}": {"feed": name} for name in FEEDS if name != feed}
     singles = {name: {**each, "workers": cores()} if "workers" in name else each for name, each in singles.items()}
-    return dict(sorted({**made, **singles, "compile=True": {"compile": True}}.items(), key=lambda each: len(each[1])))
+    singles |= {f"{name}=True": {name: True} for name in ("compile", "deterministic")}
+    return dict(sorted({**made, **singles}.items(), key=lambda each: len(each[1])))
 
 
 class Turns:
@@ -81,7 +82,7 @@ def changed(
     for change, settings in itertools.islice(changes.items(), options.most):
         try:
             other = Turns(task, pack, plan.replace(**settings), seconds)
-        except NbtoolsError as error:
+        except (NbtoolsError, RuntimeError) as error:  # torch's own, of a kernel that is not deterministic
             refused[change] = str(error)
             continue
         found = in_turns({"advised": advised, change: other}, options.rounds)
@@ -129,12 +130,8 @@ def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> 
         figures += learned(name, task, pack, plan.replace(graph=False), 4 if options.quick else STEPS)
     default = task.PLAN.to_dict()
     settings = {k: v for k, v in plan.to_dict().items() if v != default[k]}
-    return figures, {
-        "samples": count,
-        "advised": {"amp": plan.amp, **settings},
-        "refused": refused,
-        "note": advice.note,
-    }
+    advised = {"amp": plan.amp, **settings}
+    return figures, {"samples": count, "advised": advised, "refused": refused, "note": advice.note}
 
 
 def main() -> None:

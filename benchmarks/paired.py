@@ -1,4 +1,5 @@
-"""Contestants measured in turns: paired figures, medians and receipts, in one place for all benchmarks.
+"""Contestants measured in turns: paired figures, medians and receipts, in one place for all benchmarks. Receipts are
+written to results/, or to the folder that NBTOOLS_RESULTS names.
 
 A machine's speed wanders by more than the differences that matter, so all contestants run in every round and a figure
 is the median of what was found *within* rounds. CPU time is measured, not the clock's: neighbours then cost less.
@@ -20,7 +21,7 @@ import torch
 
 from nbtools import disk, measure
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("NBTOOLS_RESULTS") or Path(__file__).parent / "results")
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Case:
-    """A network. draw(rng) → a sample's arrays; settings: what differs from a plain plan of the task; survey: of its
-    pack. ctc: CTC reads lengths on the host, and has no deterministic gradient on CUDA."""
+    """A network. draw(rng) → a sample's arrays; settings: beyond a plain plan of the task; survey: of its pack."""
 
     task: Any
     draw: Callable[[Rng], dict[str, np.ndarray]]

@@ -28,7 +28,7 @@ MOST_PROCESSES = 8  # that read files: more wait for the same disk
 ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that a notebook shows wherever they come from
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
-SPEED = ("amp", "channels_last", "threads", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
+SPEED = ("amp", "channels_last", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
 
 Choice = tuple[Any, str]  # a value, and why

@@ -29,7 +29,7 @@ from nbtools.errors import NbtoolsError, PlanError
 from nbtools.measure.advice import Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
 from nbtools.measure.finders import LATE, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
-from nbtools.measure.profile import Verdict, replays, verdict_of
+from nbtools.measure.profile import Verdict, graph_change, verdict_of
 from nbtools.measure.receipt import comparable, preset
 from nbtools.measure.timing import EAGER, Clock, Stepper, finish, untouched, wall
 from nbtools.measure.turns import Deadline, attempt, beside, objection
@@ -106,15 +106,18 @@ def by_rules(task: Task, pack: Pack, pretrained: bool, chosen: Choices) -> Advic
 
 def search_plan(task: Task, pack: Pack, rules: Callable[[Choices], Advice], seconds: float | None) -> Advice:
     """Search for a plan that is faster than the rules' own, then for its learning rate."""
-    start = wall()
-    with untouched(devices.pick()):
+    start, threads = wall(), torch.get_num_threads()
+    with untouched(device := devices.pick()):
+        torch.set_num_threads(1 if device.type == "cpu" else threads)
         search = Search(task, pack, rules, seconds)
         search.choose_arithmetic()
         if "batch_size" not in search.fixed:  # what does not fit into memory, training takes in smaller passes
             search.choose_batch()
         if search.device.type == "cuda":
             search.choose_graph_or_compiler()
+        torch.set_num_threads(1 if search.busy else threads)  # which would wait for each other
         verdict = search.guard()
+        torch.set_num_threads(threads)
         trial = search.choose_epochs_and_lr(verdict)
     note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, where a reason says so."
     note += search.note + " The guides are those of docs/guides.md."
@@ -130,6 +133,7 @@ class Search:
         self.advice, self.fixed = rules({}), task.suggest(pack.card, self.device.type)
         self.chosen, self.ratios, self.note = Choices(), dict[str, float](), ""
         self.cpu = self.device.type == "cpu"
+        self.busy = self.cpu and os.getloadavg()[0] > BUSY * max(cores(), os.cpu_count() or 1)
         self.clock: Clock = process_time if self.cpu else wall
         self.sample_s = SHORT / FEW if self.cpu else 1e-9  # until it is measured: on a GPU by a whole batch
         self.sample_s, self.evaluation_s, self.eager_s = self.first_steps(self.plan), 0.0, 0.0
@@ -157,13 +161,9 @@ class Search:
         size = max(2, int(step_s / self.sample_s))
         return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
-    def plain(self, plan: Plan) -> Plan:
-        """Return the plan without graphs and compiler, on a CPU on one thread."""
-        return plan.replace(**EAGER, threads=1) if self.cpu else plan.replace(**EAGER)
-
     def stepper(self, plan: Plan, clock: Clock, feed: Feed | None = None) -> Stepper:
         """Return a plan in training at the size of all that are compared, on one batch, since lengths differ."""
-        plan = self.part_of(self.plain(plan), SHORT).replace(micro_batch_size=None)
+        plan = self.part_of(plan.replace(**EAGER), SHORT).replace(micro_batch_size=None)
         made = Stepper(self.task, self.pack, plan, self.device, feed, clock)
         made.repeat(plan.batch_size)
         return made
@@ -194,7 +194,7 @@ class Search:
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
             whys[name] = "is faster, but there was no time to check that it learns the same"
             with self.until("its losses") as clock:
-                plain = self.plain(self.plan)
+                plain = self.plan.replace(**EAGER)
                 whys[name] = objection(self.task, self.pack, plain, changes[name], clock, self.sample_s)
             if not whys[name]:
                 best = name
@@ -244,7 +244,7 @@ class Search:
         """Take another batch where that is faster."""
         own, report, most = self.plan.batch_size, None, enough(self.pack.card)
         with self.until("batch size") as clock:
-            report = find_batch(self.task, self.pack, self.plain(self.plan), max(clock.left(), 0.1), most, clock)
+            report = find_batch(self.task, self.pack, self.plan.replace(**EAGER), max(clock.left(), 0.1), most, clock)
         if report is None:
             reason = f"{self.advice.reasons['batch_size']}; there was no time to measure others"
             return self.take({"batch_size": (own, reason)})
@@ -257,32 +257,32 @@ class Search:
         self.take({"batch_size": (own if kept else report.batch_size, text)})
 
     def choose_graph_or_compiler(self) -> None:
-        """Use CUDA graphs where launching is the limit, torch.compile where training is long, if faster in turns."""
+        """Use CUDA graphs where launching is the limit, torch.compile where training is long, if faster in turns. An
+        fp16 plan gets graphs in bf16, the rules' own there, or in float32: neither is checked for losses."""
         begun, run = wall(), Stepper(self.task, self.pack, self.plan, self.device).warm_up()
-        host, device, name = run.advance(steps=3).host_s, run.device_s(), ""
-        self.eager_s = max(host, device)  # as long as steps of the lr trial take, which records none
-        if "graph" not in self.fixed and host > LAUNCHES * device and replays(run):
-            name = "graph"
+        host, device, graph = run.advance(steps=3).host_s, run.device_s(), graph_change(run)
+        change, self.eager_s = dict[str, Any](), max(host, device)  # as long as steps of the lr trial: it records none
+        if host > LAUNCHES * device and not graph.keys() & self.fixed.keys():
+            change = graph
         elif "compile" not in self.fixed and device > host and self.compiles and not self.plan.compile:
-            name = "compile" if self.samples * device / self.plan.batch_size >= COMPILE_PAYS else ""
-        if name:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
-            trial = beside(run, self.plan.replace(**{name: True}), max(self.seconds / 10, 1.0))
-            used = trial.faster and trial.ratio >= FASTER
-            self.take({name: (used, f"measured here in turns with the plan: {trial}")})
+            long = self.samples * device / self.plan.batch_size >= COMPILE_PAYS
+            change = {"compile": True} if long else {}
+        if change:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
+            trial = beside(run, self.plan.replace(**change), max(self.seconds / 10, 1.0))
+            used, why = trial.faster and trial.ratio >= FASTER, f"measured here in turns with the plan: {trial}"
+            first = next(iter(change))  # what is shown as not used, beside the precision that stays
+            self.take({name: (value, why) for name, value in change.items()} if used else {first: (False, why)})
         self.start = [each + wall() - begun for each in self.start]  # recording, compiling: as long as it takes
 
     def guard(self) -> Verdict | None:
         """Train the plan in turns with the rules' own, which takes its place where that is faster, and the baseline, on
         a CPU parts of long steps. Return what a step of the plan consists of, None if there was no time."""
         rules, made = self.rules({}).plan, None
-        busy = self.cpu and os.getloadavg()[0] > BUSY * max(cores(), os.cpu_count() or 1)
-        if busy:  # threads would wait for each other
+        if self.busy:
             self.note = " The machine was busy with other work: times are for one thread alongside it."
         with self.until("beside others") as deadline:
             seconds, short = deadline.left() / 6, deadline.left() / 32
-
-            def part(plan: Plan) -> Plan:
-                return self.part_of(plan.replace(threads=1) if busy else plan, short)
+            part = partial(self.part_of, step_s=short)
 
             def warm(plan: Plan) -> Stepper:
                 return Stepper(self.task, self.pack, part(plan), self.device, clock=deadline.wall).warm_up(FEW_STEPS)

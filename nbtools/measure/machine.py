@@ -256,7 +256,7 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
         name = f"{properties.name}, {show.size(properties.total_memory)}"
     return {
         "device": name,
-        "cores": f"{show.plural(cores(), 'CPU core')}, {show.plural(devices.threads(), 'thread')}",
+        "cores": f"{show.plural(cores(), 'CPU core')}, {show.plural(torch.get_num_threads(), 'thread')}",
         "torch": f"torch {torch.__version__}",
         "python": f"Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.machine()}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nbtools.data import Pack, Padding, choose, gather, on
+from nbtools.data import Pack, Padding, choose, gather, on, phase
 from nbtools.measure.machine import matrix_rates
 from nbtools.measure.timing import Stepper, Timing, shapes, trace, typical, untouched
 from nbtools.measure.turns import Trial, beside, in_turns
@@ -108,6 +108,7 @@ def verdict(
     did; after a short one, less time. Nothing outside changes. Raises TrainError if training could not start.
     """
     device, seconds = devices.pick(), seconds or min(SECONDS, (run_s or 60.0) / 20)
+    phase("what limits it", 2 * seconds)
     with untouched(device):
         run = Stepper(task, pack, plan, device).warm_up()
         made = verdict_of(run, seconds)
@@ -146,18 +147,23 @@ def worth_trying(run: Stepper, made: Verdict) -> Iterator[dict[str, Any]]:
         yield {"feed": feed if feed != run.feed.name else "streamed"}
     if made.limit == "data" or plan.compile:
         return
-    if made.host > made.device and replays(run):
-        yield {"graph": True}
+    if made.host > made.device and (change := graph_change(run)):
+        yield change
     if 2 * plan.batch_size <= run.pack.splits["train"] // LEAST_STEPS:
         yield {"batch_size": 2 * plan.batch_size}
     if made.device > made.host and plan.amp == "off" != reduced:
         yield {"amp": reduced}
 
 
-def replays(run: Stepper) -> bool:
-    """Return whether CUDA graphs may help: not for more shapes than are recorded, nor again."""
+def graph_change(run: Stepper) -> dict[str, Any]:
+    """Return the settings with which CUDA graphs may help: fp16, which none replays, makes way for bf16, or for float32
+    where that is only emulated. {} for more shapes than are recorded, or where there are graphs already."""
+    change: dict[str, Any] = {"graph": True}
+    if run.plan.amp == "fp16":
+        change["amp"] = "bf16" if devices.reduced_precision(run.device) == "bf16" else "off"
     few = shapes(run.pack, run.plan) <= MOST_GRAPHS
-    return run.device.type == "cuda" and few and not (unrecordable(run.plan) or run.plan.graph)
+    never = run.device.type != "cuda" or run.plan.graph or unrecordable(run.plan.replace(**change))
+    return change if few and not never else {}
 
 
 def flops(run: Stepper, raw: Any) -> int:

@@ -23,7 +23,7 @@ GROUPS = {
     "+ packed feed": ("feed", "workers", "prefetch"),
     "+ batch and lr": ("batch_size", "micro_batch_size"),
     "+ mixed precision": ("amp",),
-    "+ compile, layout, threads": ("compile", "graph", "channels_last", "threads"),
+    "+ compile, layout": ("compile", "graph", "channels_last"),
 }
 """In the guide's order, each with the settings in which plans must differ for it to be a rung; OTHERS has the rest."""
 BASELINE, ALL, OTHERS, GUIDE = "baseline", "this run", "+ other settings", "guide's optimised"
@@ -147,13 +147,13 @@ def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) 
     first, step_s, start = next(iter(plans)), run.advance().seconds, run.clock()
     if run_s and ROUNDS * step_s > most:
         raise TrainError(f"it would take about {duration(2 * ROUNDS * step_s)}, longer than a tenth of the run")
-    phase("turns", seconds)
-    for name, plan in plans.items():
+    for left, (name, plan) in zip(range(len(plans), 0, -1), plans.items(), strict=True):
         times = plan.batch_size / run.plan.batch_size if plan.feed == run.plan.feed else 1  # as long as the baseline's
         likely = ROUNDS * step_s * (1 + times)
         if name != first and run.clock() - start + likely > most:
             late.append(name)
             continue
+        phase(name, left * max(seconds / len(plans), likely))
         trial = beside(run, plan, max(seconds / len(plans), likely))
         if trial.timing is None:
             notes.append(f"{name} {trial.failed}")

@@ -138,7 +138,7 @@ class Stepper:
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
         """Train for at least this long and this many steps, until the device has finished. On CUDA, where launching
         takes less time than the steps do, their number follows from the turn before."""
-        torch.set_num_threads(self.plan.threads or devices.threads())
+        torch.use_deterministic_algorithms(self.plan.deterministic)  # plans in turns may differ in it
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)
@@ -267,13 +267,7 @@ def untouched(device: torch.device) -> Iterator[None]:
             back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         back.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         back.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-        back.callback(restore_threads, torch.get_num_threads())
+        back.callback(torch.set_num_threads, torch.get_num_threads())
         back.callback(np.random.set_state, np.random.get_state())
         back.callback(random.setstate, random.getstate())
         yield
-
-
-def restore_threads(threads: int) -> None:
-    torch.set_num_threads(threads)
-    if threads == devices.threads():  # else a run goes on by its plan's
-        devices.restore_threads()

@@ -25,7 +25,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_DEVICES = ("cuda",)
-OWN: list[int] = []  # the user's number of threads, while a plan's takes its place
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
 FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
@@ -97,11 +96,9 @@ def tier(gigabytes: float, tiers: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
-    """Set determinism, the number of threads, on CUDA TF32, on a CPU how malloc frees. Raises as `require` does."""
+    """Set determinism, on CUDA TF32, on a CPU how malloc frees. Raises as `require` does."""
     require(plan, device, processes)
     torch.use_deterministic_algorithms(plan.deterministic)
-    OWN[:] = [threads()]
-    torch.set_num_threads((plan.threads if world() == 1 else None) or OWN[0])  # torchrun shares out the cores itself
     if device.type == "cpu" and hasattr(LIBRARY, "mallopt"):
         # malloc keeps what tensors free: else a step spends 5 to 20 % (captcha guide) of its time on page faults.
         LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
@@ -109,16 +106,6 @@ def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False  # but for `autotuning`
         torch.set_float32_matmul_precision("high")  # convolutions take TF32 by default; fp32_precision: pytorch#166387
-
-
-def threads() -> int:
-    """Return the number of CPU threads as the user or torch set it, before a plan asked for another."""
-    return OWN[0] if OWN else torch.get_num_threads()
-
-
-def restore_threads() -> None:
-    torch.set_num_threads(threads())
-    OWN.clear()  # the user may set another from now on
 
 
 @contextmanager

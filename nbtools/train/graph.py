@@ -175,8 +175,8 @@ def uncapturable(device: torch.device) -> str:
     forward and backward pass on this GPU with these versions, which the cache keeps."""
     if device.type != "cuda":
         return ""
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
-    path = data.cache() / "captured" / versions.replace("/", "-")
+    versions = torch.__version__, getattr(torch._C, "_cuda_getDriverVersion", int)(), torch.cuda.get_device_name(device)
+    path = data.cache() / "captured" / ", ".join(map(str, (torch.version.cuda, *versions))).replace("/", "-")
     if not path.exists():
         command = [sys.executable, "-c", CHILD, str(device.index or 0)]
         try:

@@ -21,7 +21,7 @@ from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
-AT_START = ("feed", "workers", "prefetch", "threads", "checkpoint_activations", "graph")
+AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "graph")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 PLATEAU_FACTOR = 0.1
@@ -89,7 +89,6 @@ class Plan(Settings):
         "batches from a pack in memory (resident), copied one by one (streamed), or by DataLoader processes (workers)",
         choices=("auto", "resident", "streamed", "workers"),
     )
-    threads: int | None = knob(None, "CPU threads for tensor operations; None: torch's default", least=1)
     eval_every: int = knob(1, "epochs between evaluations on the validation split", least=1, unit="epochs")
     eval_samples: int | None = knob(None, "validation samples per evaluation during training; None: all", least=1)
     early_stop: int | None = knob(None, "stop after this many evaluations without improvement; None: never", least=1)

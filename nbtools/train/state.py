@@ -125,7 +125,6 @@ class TrainState:
 
     def end(self) -> None:
         """End or pause the loop."""
-        devices.restore_threads()
         self.watch.stop()
         self.capture_rng()
         self.training = False

@@ -61,10 +61,13 @@ def test_fp16_finds_its_scale_on_the_first_batch_and_every_step_counts(name, pac
     assert float(state.optimizer.state[state.parameters[0]]["step"]) == 20, "skipped steps are not counted"
 
 
-@pytest.mark.parametrize("name", [name for name in LEAN if not CASES[name].ctc])
+@pytest.mark.parametrize("name", LEAN)
 def test_replayed_steps_train_to_the_losses_of_eager_ones(name, packs, device):
-    eager, again = (first_losses(CASES[name], packs(name), device, 14)[0] for _ in range(2))
-    found, state = first_losses(CASES[name], packs(name), device, 14, graph=True)
+    if CASES[name].ctc and device.type == "cpu":
+        pytest.skip("torch's own CTC, which reads lengths on the host")
+    one_width = {"bucket": 200} if CASES[name].ctc else {}
+    eager, again = (first_losses(CASES[name], packs(name), device, 14, **one_width)[0] for _ in range(2))
+    found, state = first_losses(CASES[name], packs(name), device, 14, graph=True, **one_width)
     assert (state.graphs.off, state.graphs.replayed > 5) == ("", True)
     require_near(found, eager, again)
 

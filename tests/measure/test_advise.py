@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import re
@@ -19,9 +20,11 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.data import Card, Column, open_feed
-from nbtools.measure import Machine, Stepper, decide
+from nbtools.measure import Machine, Stepper, advisor, decide, profile
+from nbtools.measure.turns import Deadline, Trial
 from nbtools.show import duration
 from nbtools.train import Plan
+from nbtools.train import device as devices
 
 CAPTCHA: Any = SimpleNamespace(
     PLAN=Plan(epochs=150, batch_size=512, lr=6e-4, warmup_epochs=5, min_lr=1e-6, clip_norm=1.0),
@@ -147,12 +150,15 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     assert all(f">{name}<" in folded for name in set(advice.reasons) - {"epochs", "batch_size", "lr", "amp"})
 
 
-LOSSES = {  # factor of the loss in one precision; bf16 is faster → what is advised, and why
+NOISE = itertools.cycle([1.0, 1.1, 1.2, 1.05, 1.15])
+LOSSES = {  # factor or function of the loss in one precision; bf16 is faster → what is advised, and why
     ("bf16", 1.0): ("bf16", "bf16 2.50×"),
     ("bf16", 1.5): ("off", "bf16 is faster, but its loss differs by 50.0 %"),
     ("bf16", math.nan): ("off", "bf16 fails (the loss became nan)"),
     ("off", math.nan): ("bf16", "per step: float32 fails (the loss became nan); used from"),
     ("bf16", None): ("off", "bf16 fails ("),  # where the rules take it, as on a GPU, which has no such operation
+    ("bf16", lambda total: 2 * total.detach() - total): ("off", "its gradient's cosine to the plan's is -"),
+    ("off", lambda total: total * next(NOISE)): ("bf16", "bf16 2.50×"),  # a float32 that is as far from itself
 }
 
 
@@ -166,7 +172,7 @@ def test_the_precision_that_was_measured_faster_and_learns_the_same_is_advised(t
     assert LOSSES[factor][1] in advice.reasons["amp"]
 
 
-SPEED = ("amp", "channels_last", "batch_size", "threads", "graph")
+SPEED = ("amp", "channels_last", "batch_size", "graph")
 
 
 class Turned(Job):
@@ -199,6 +205,44 @@ def test_precision_and_layout_are_chosen_together_and_never_a_batch_over_the_tas
     assert "bf16 0.93×" in advice.reasons["amp"]
 
 
+@pytest.mark.parametrize(("reduced", "amps"), [("bf16", ("off", "bf16", "fp16")), ("fp16", ("off", "fp16"))])
+def test_a_gpu_tries_each_of_its_precisions_in_both_layouts(reduced, amps, monkeypatch):
+    monkeypatch.setattr(devices, "reduced_precision", lambda device: reduced)
+    plan = toy.PLAN.replace(amp=reduced)
+    search: Any = SimpleNamespace(plan=plan, device=torch.device("cuda"), fixed={}, convolves=True)
+    plans = [plan.replace(**change) for change in advisor.Search.combinations(search).values()]
+    assert sorted((p.amp, p.channels_last) for p in plans) == sorted(itertools.product(amps, (False, True)))
+
+
+LEVERS = [  # host's seconds of a step, the GPU's 1; samples, times as fast, precision, the GPU's → what changes
+    (1.3, 2e4, 1.06, "bf16", "bf16", {"graph": True}),
+    (1.1, 2e4, 5.0, "bf16", "bf16", {}),
+    (1.3, 2e4, 1.04, "fp16", "bf16", {"graph": False}),
+    (1.3, 2e4, 5.0, "fp16", "bf16", {"graph": True, "amp": "bf16"}),  # since no graph replays fp16
+    (1.3, 2e4, 5.0, "fp16", "fp16", {"graph": True, "amp": "off"}),  # on a T4
+    (0.5, 4e4, 1.3, "fp16", "bf16", {"compile": True}),
+    (0.5, 2e4, 1.3, "bf16", "bf16", {}),  # 21 minutes
+]
+
+
+@pytest.mark.parametrize("row", LEVERS)
+def test_launching_asks_for_graphs_and_computing_for_the_compiler_if_training_is_long(row, pack, monkeypatch):
+    host, samples, ratio, amp, reduced, used = row
+    plan, device, taken, trial = toy.PLAN.replace(amp=amp), torch.device("cuda"), dict[str, Any](), (ratio,) * 4
+    run = SimpleNamespace(pack=pack, plan=plan, device=device, device_s=lambda: 1.0)
+    run.advance = lambda steps: SimpleNamespace(host_s=host)
+    search: Any = SimpleNamespace(plan=plan, device=device, samples=samples, compiles=True, take=taken.update)
+    vars(search).update(task=toy, pack=pack, seconds=10.0, start=[0.0])
+    monkeypatch.setattr(devices, "reduced_precision", lambda device: reduced)
+    monkeypatch.setattr(advisor, "Stepper", lambda *of: SimpleNamespace(warm_up=lambda: run))
+    monkeypatch.setattr(advisor, "beside", lambda run, other, seconds: Trial(other.changes_from(plan), trial))
+    for search.fixed, expected in (({}, used), (used, {})):
+        taken.clear()
+        advisor.Search.choose_graph_or_compiler(search)
+        assert {name: value for name, (value, _) in taken.items()} == expected
+        assert all(f"{name} = " in why for name in expected for _, why in taken.values())
+
+
 def test_a_plan_that_is_slower_than_the_rules_is_never_returned(tmp_path, monkeypatch):
     """A measurement that deceives: half the device's time in bf16, and twice the wall's."""
     job = Turned(fixed=0.05, amp={"bf16": 2.0})
@@ -220,15 +264,28 @@ def test_measuring_takes_the_time_that_suits_the_run(tmp_path, step_s, epochs, m
 
 def test_a_busy_machine_makes_the_same_plan_in_time(tmp_path, monkeypatch):
     """Other programs take three quarters of the processor, and turns by the wall would deceive."""
-    job = Turned(fixed=0.1, amp={"bf16": 0.4})
-    plans = [measured(job, toy.make_pack(tmp_path / "idle", count=600), None).plan]
+    job, threads = Turned(fixed=0.1, amp={"bf16": 0.4}), list[int]()
+    looked = lambda *of: threads.append(torch.get_num_threads()) or profile.verdict_of(*of)  # noqa: E731
+    monkeypatch.setattr(advisor, "verdict_of", looked)
+    torch.set_num_threads(2)
+    advices = [measured(job, toy.make_pack(tmp_path / "idle", count=600), None)]
+    monkeypatch.setattr("os.getloadavg", lambda: 3 * (99.0,))
     monkeypatch.setattr("nbtools.measure.advisor.process_time", job.clock)
     monkeypatch.setattr("nbtools.measure.timing.perf_counter", lambda: 4 * job.now)
     start = job.now
-    advice: Any = nb.advise(job, toy.make_pack(tmp_path / "busy", count=600))
-    assert 4 * (job.now - start) - advice.lr_trial.seconds <= 66
-    plans.append(advice.plan)
-    assert [[getattr(plan, name) for name in SPEED] for plan in plans] == 2 * [["bf16", False, 16, None, False]]
+    advices.append(nb.advise(job, toy.make_pack(tmp_path / "busy", count=600)))
+    assert 4 * (job.now - start) - advices[1].lr_trial.seconds <= 66
+    assert [[getattr(each.plan, name) for name in SPEED] for each in advices] == 2 * [["bf16", False, 16, False]]
+    assert ["was busy with other work: times are for one thread" in each.note for each in advices] == [False, True]
+    assert (threads, torch.get_num_threads()) == ([2, 1], 2)
+
+
+def test_a_part_of_the_search_ends_by_the_wall_where_the_processors_clock_stands_still(monkeypatch):
+    wall = itertools.count()
+    monkeypatch.setattr("nbtools.measure.turns.wall", lambda: next(wall))
+    with Deadline(1.0, 5.0, lambda: 0.0) as clock:
+        any(clock() for _ in range(99))
+    assert next(wall) == 7, "one reading begins it, and a sixth second is too late"
 
 
 @pytest.mark.parametrize("slow_from", [20, 200])

@@ -2,7 +2,9 @@
 well as the best of a grid; the trial keeps to its rules. The batch finder beside exhaustive search, simulated."""
 
 import dataclasses
+import gc
 import math
+from itertools import count
 from time import process_time
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.optim import SGD
 
 import nbtools as nb
 from nbtools.errors import TrainError
-from nbtools.measure import Machine, Stepper, decide, find_batch
+from nbtools.measure import Machine, Stepper, decide, find_batch, finders
 from nbtools.measure.turns import Deadline
 
 GOOD = 0.97  # of the accuracy of the best lr of the grid
@@ -254,6 +256,19 @@ def test_what_does_not_fit_is_never_chosen(pack, most, largest):
     assert report.batch_size == largest
     assert all((not row.reason) == (row.batch_size <= most) for row in report.rows)
     assert "does not fit" in str(report)
+
+
+@pytest.mark.parametrize(("free", "largest"), [(1130, 16), (1150, 32)])
+def test_the_second_step_of_a_size_counts_a_tenth_stays_free_and_nothing_is_left(pack, free, largest, monkeypatch):
+    """n samples need n² bytes, and the first step of a size 500 more."""
+    calls = count()  # the first is of no sample
+    monkeypatch.setattr(finders.Finder, "peak", lambda self, ids: 100 + len(ids) ** 2 + 500 * (next(calls) % 2))
+    monkeypatch.setattr(finders, "room", lambda device: free)
+    monkeypatch.setitem(finders.HEADROOM, "cpu", finders.HEADROOM["cuda"])
+    *fitting, last = found(pack, Job(fixed=0.1)).rows
+    assert {row.batch_size: row.memory for row in fitting} == {n: n * n for n in (8, 16, 32) if n <= largest}
+    assert "1.1 kB free memory, 10 % kept free" in last.reason
+    assert not any(isinstance(each, Stepper) for each in gc.get_objects())
 
 
 def test_where_not_even_one_sample_fits_it_is_a_clear_error(pack):

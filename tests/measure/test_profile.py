@@ -92,7 +92,7 @@ def test_first_steps_are_a_figure_of_their_own_and_the_rest_agrees_with_a_runs_r
 def test_measuring_leaves_random_states_and_switches_as_they_were_and_prints_nothing(pack, capfd):
     torch.manual_seed(3)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    trials = verdict(toy, pack, PLAN.replace(batch_size=32, deterministic=True, threads=1), 0.05).trials
+    trials = verdict(toy, pack, PLAN.replace(batch_size=32, deterministic=True), 0.05).trials
     assert not any("batch_size" in trial.change for trial in trials), "an epoch would have fewer than 20 steps"
     assert not any(isinstance(each, Stepper) for each in gc.get_objects()), "its tensors would stay"
     assert capfd.readouterr() == ("", ""), "torch's profiler would"

@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+from time import monotonic
 from typing import Any
 
 import pytest
+import torch
 import toy
 from simulated import Job
 
@@ -42,7 +44,7 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
         "+ packed feed": (16 * 0.05 + small) / small,
         "+ batch and lr": 4 * small / large,
         "+ mixed precision": 2.0,
-        "+ compile, layout, threads": 1.0,
+        "+ compile, layout": 1.0,
     }
     within = 0.01 if pack.splits["train"] % 64 == 0 else 0.2
     assert {rung.name: rung.factor or 1.0 for rung in found.rungs} == pytest.approx(expected, rel=within)
@@ -67,6 +69,20 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     assert found.samples == FASTER.epochs * pack.splits["train"]
     took = found.samples / found.after.samples_per_s
     assert f"steps take {duration(took)}, or {duration(took * found.ratio)} with the baseline's" in found.caption()
+
+
+def test_cold_start_is_known_of_a_new_run_of_ten_steps_alone_and_within_its_time(found, pack, tmp_path, monkeypatch):
+    monkeypatch.setattr("nbtools.measure.receipt", lambda *of, **more: found)
+    start, runs = monotonic(), [(toy.PLAN.replace(epochs=n), tmp_path / to) for n, to in ((1, "a"), (2, "a"), (2, "b"))]
+    cold: Any = [nb.fit(toy, pack, plan, run, progress=False).receipt.cold_start for plan, run in runs]
+    assert (cold[:2], 0 < cold[2] < monotonic() - start) == ([None, None], True), "an epoch has eight steps"
+
+
+def test_before_and_after_are_deterministic_each_as_its_plan_says(pack):
+    seen, enabled = set[tuple[bool, bool]](), torch.are_deterministic_algorithms_enabled
+    task = toy.with_(loss=lambda *of: seen.add((of[2].deterministic, enabled())) or toy.loss(*of))
+    receipt(task, pack, toy.PLAN.replace(deterministic=True), seconds=0.02)
+    assert seen == {(False, False), (True, True)}
 
 
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
