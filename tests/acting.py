@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ QUIET: dict[str, Any] = {"receipt": False, "progress": False}
 STEPS = 9  # of an epoch of the toy's 200 samples
 
 
-def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **hooks: Any) -> Any:
+def acting(actions: Mapping[int, Callable[[], Any]] | None = None, **hooks: Any) -> Any:
     """The toy task; an action happens within its training step, from 1. seen: (step, plan, ids); acted: the steps."""
-    waiting, seen, acted = dict(actions), [], []
+    waiting, seen, acted, usual = dict(actions or {}), [], [], toy.batch
 
     def batch(raw, plan, draws):
         if draws is not None:
@@ -29,7 +28,7 @@ def acting(actions: Mapping[int, Callable[[], Any]] = MappingProxyType({}), **ho
             if act := waiting.pop(len(seen), None):
                 act()
                 acted.append(len(seen))
-        return toy.batch(raw, plan, draws)
+        return usual(raw, plan, draws)
 
     return toy.with_(batch=batch, seen=seen, acted=acted, **hooks)
 

@@ -71,9 +71,6 @@ class Notebook:
     def interrupt(self) -> None:
         self.page.evaluate(self.INTERRUPT)
 
-    def save(self) -> None:
-        self.page.evaluate(self.SAVE)
-
     def prompt(self, cell: int) -> str:
         """`` before, `*` while, `3` after a cell ran."""
         return re.sub(r"[^\d*]", "", self.page.locator(self.PROMPT).nth(cell).inner_text())
@@ -195,7 +192,7 @@ OPENED: dict[str, type[Notebook]] = {"lab": Lab, "classic": Classic}
 def saved(notebook: Notebook, path: Path) -> dict[str, Any]:
     """Save; the file, once it is a later one."""
     before = path.stat().st_mtime_ns
-    notebook.save()
+    notebook.page.evaluate(notebook.SAVE)
     until(lambda: path.stat().st_mtime_ns > before, "the saved notebook")
     return until(lambda: parsed(path), "a whole saved notebook")
 

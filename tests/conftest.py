@@ -63,9 +63,9 @@ def undrawn(request):
 
 
 @pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    """200 samples of the toy task."""
-    return toy.make_pack(tmp_path_factory.mktemp("toy"))
+def pack(request, tmp_path_factory):
+    """200 samples of the toy task, or what the module's PACK makes in a folder."""
+    return getattr(request.module, "PACK", toy.make_pack)(tmp_path_factory.mktemp("pack"))
 
 
 @pytest.fixture

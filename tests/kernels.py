@@ -101,11 +101,6 @@ class Client:
     def states(self, request: str) -> list[str]:
         return [content["execution_state"] for content in self.own("status", request)]
 
-    def ended(self) -> int:
-        """Waits for the end of the process; its exit code."""
-        provisioner: Any = self.manager.provisioner
-        return provisioner.process.wait(LIMIT)
-
     def run(self, code: str) -> str:
         """Runs a cell to its end; its text."""
         request = self.client.execute(code)
@@ -141,7 +136,8 @@ def started(
     launch = [str(interpreter or python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]
     launch += ["-f", "{connection_file}"]
     manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
-    environment = environment or {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout, whichever is installed
+    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"  # this checkout, whichever is installed
+    environment = environment or {**os.environ, "PYTHONPATH": paths}
     environment = environment | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "stderr").open("w") as stderr:
         manager.start_kernel(cwd=str(folder), env=environment, stderr=stderr)

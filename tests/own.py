@@ -41,6 +41,7 @@ def sequences(count: int, seed: int = 0) -> list[tuple[np.ndarray, int]]:
 
 
 DATA: dict[str, Any] = {"images": images, "rows": rows, "sequences": sequences}
+DATA["points"] = lambda count: [(row, int(row[0] > 0)) for row, _ in rows(count)]
 DATA["bare"] = lambda count: [*np.ones((count, 4), np.float32)]
 DATA["whole"] = lambda count: (np.ones((count, 4), int), [0, 1] * (count // 2))
 
@@ -50,18 +51,12 @@ def packed(name: str, folder: Path, **more: Any) -> nb.Pack:
     return nb.pack(DATA[name](240 if name == "rows" else 90), into=folder / name, progress=False, **more)
 
 
-class Small(nn.Module):
+class Small(nn.Sequential):
     """x (B, C, H, W) → logits (B, K)."""
 
     def __init__(self, classes: int, inputs: int = 3):
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(inputs, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.1), nn.AdaptiveMaxPool2d(4)
-        )
-        self.head = nn.Linear(256, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x).flatten(1))
+        layers = nn.Conv2d(inputs, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.1)
+        super().__init__(*layers, nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(256, classes))
 
 
 class Mean(nn.Linear):

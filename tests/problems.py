@@ -67,58 +67,42 @@ def bags(seed: int = 0, count: int = 800) -> list[tuple[np.ndarray, int]]:
     return items
 
 
-class Pictures(nn.Module):
+def pictures(classes: int, inputs: int) -> nn.Module:
     """x (B, 3, 16, 16) → logits (B, K)."""
-
-    def __init__(self, classes: int, inputs: int):
-        super().__init__()
-        self.body = nn.Sequential(
-            *(nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten()),
-        )
-        self.head = nn.Linear(128, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+    return nn.Sequential(
+        *(nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(128, classes)),
+    )
 
 
 def points(classes: int, inputs: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()), nn.Linear(64, classes))
 
 
-class Series(nn.Module):
+class Series(nn.Sequential):
     """x (B, L, 1) → logits (B, K) of the last step."""
 
     def __init__(self, classes: int, inputs: int):
-        super().__init__()
-        self.body = nn.Sequential(
+        super().__init__(
             *(nn.Conv1d(inputs, 16, 5, padding=2), nn.ReLU(), nn.Conv1d(16, 32, 5, 2, 2), nn.ReLU()),
-            *(nn.Conv1d(32, 32, 5, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten()),
+            *(nn.Conv1d(32, 32, 5, 2, 2), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, classes)),
         )
-        self.head = nn.Linear(32, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x.transpose(1, 2)))
+        return super().forward(x.transpose(1, 2))
 
 
-class Bag(nn.Module):
+def bag(classes: int) -> nn.Module:
     """x (B, 24) int64 → logits (B, K)."""
-
-    def __init__(self, classes: int):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(400, 16, mode="mean")
-        self.head = nn.Linear(16, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x))
+    return nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, classes))
 
 
 PROBLEMS: dict[str, tuple[Callable[..., Any], Callable[..., nn.Module]]] = {
-    "shapes": (shapes, Pictures),
+    "shapes": (shapes, pictures),
     "spirals": (spirals, points),
     "waves": (waves, Series),
-    "bags": (bags, Bag),
+    "bags": (bags, bag),
 }
 """Data, and the network for it."""
 

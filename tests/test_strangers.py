@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from test_your_own import CELLS, Flipped, run_cell
+from problems import points
+from test_your_own import CELLS, Flipped, Net, run_cell
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,16 +39,6 @@ def picture(kind: int, size: tuple[int, int] = (40, 48)) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def small(channels: int, outputs: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(64, outputs)
-    )
-
-
-def dense(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, outputs))
-
-
 def vectors(count: int = 150, classes: int = 3) -> list[tuple[np.ndarray, int]]:
     return [(RNG.normal(3 * (i % classes), 1, 6).astype(np.float32), i % classes) for i in range(count)]
 
@@ -64,7 +55,7 @@ def test_1_images_by_class_among_odd_files():
     for odd in ("Thumbs.db", "down/empty.png", "down/.hidden.png", "across/note.txt"):
         Path("photos", odd).write_bytes(b"")
     pack = nb.pack("photos", size=32)
-    run = nb.fit(nb.classify(small(3, 2)), pack, plan(), run="runs/photos")
+    run = nb.fit(nb.classify(Net(2)), pack, plan(), run="runs/photos")
     answers = run.predict("photos/across")
     assert (pack.bad["file"].tolist(), {*pack.classes}) == (["down/empty.png"], {"across", "down"})
     assert sum(answer.name == "across" for answer in answers.values()) >= 28
@@ -79,22 +70,17 @@ def test_2_several_labels_a_picture_from_a_csv_whose_empty_cells_mean_none():
         Image.fromarray(np.min(drawn, 0)).save(f"{i}.png")
     pd.DataFrame({"filename": [f"{i}.png" for i in range(80)], "tags": tags}).to_csv("labels.csv", index=False)
     pack = nb.pack("labels.csv", image="filename", target="tags", sep=" ", size=32)
-    run = nb.fit(nb.classify(lambda classes: small(3, classes)), pack, plan(epochs=12), run="runs/tags")
+    run = nb.fit(nb.classify(Net), pack, plan(epochs=12), run="runs/tags")
     assert len(pack) == 80, "a picture without a label is a sample"
     assert not pack.arrays["y"][3].any()
     assert nb.evaluate(run, pack, "train")["f1"] > 0.8
 
 
-def sales() -> pd.DataFrame:
+def test_3_a_table_with_dates_and_gaps():
     frame = pd.DataFrame({"day": pd.date_range("2025-01-01", periods=300).astype(str), "shop": ["a", "b", "c"] * 100})
     frame["warm"] = RNG.normal(15, 8, 300)
     frame["price"] = 100 + 10 * frame["warm"] + 50 * (frame["shop"] == "b")
     frame.loc[::20, "warm"] = np.nan
-    return frame
-
-
-def test_3_a_table_with_dates_and_gaps():
-    frame = sales()
     frame["day"] = pd.to_datetime(frame["day"]).dt.day_of_year
     assert len(nb.pack(pd.get_dummies(frame), target="price").bad) == 15, "a row with a gap is left out, and listed"
     frame["warm"] = frame["warm"].fillna(frame["warm"].mean())
@@ -234,7 +220,7 @@ def test_10_random_transforms_and_no_copy():
         with pytest.raises(PackError, match="pass store=False: each epoch then reads the Dataset itself"):
             nb.pack(Flipped(), progress=False)
     pack = nb.pack(Flipped(), store=False)
-    run = nb.fit(nb.classify(small(3, 3)), pack, plan(), run="runs/random")
+    run = nb.fit(nb.classify(Net), pack, plan(), run="runs/random")
     assert nb.evaluate(run, pack)["accuracy"] > 0.9
 
 
@@ -245,7 +231,7 @@ def test_11_few_of_one_class_folds_and_a_sweep():
     for lr in (1e-4, 1e-2):
         for k, pack in enumerate(nb.pack(rare, folds=3)):
             weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
-            task = nb.classify(lambda inputs: dense(inputs, 2), loss=weighted, metrics=["balanced_accuracy"])
+            task = nb.classify(points, loss=weighted, metrics=["balanced_accuracy"])
             run = nb.fit(task, pack, plan(lr=lr), run=f"runs/{lr}/{k}")
             scores[lr, k] = run.best["val_balanced_accuracy"]
     assert all(scores[1e-2, k] > max(0.9, scores[1e-4, k]) for k in range(3))
@@ -254,7 +240,7 @@ def test_11_few_of_one_class_folds_and_a_sweep():
 
 def test_12_stop_resume_extend_fine_tune_and_log():
     seen, pack = [], nb.pack(vectors())
-    task, log = nb.classify(lambda inputs: dense(inputs, 3)), lambda record, run: seen.append(record.values)
+    task, log = nb.classify(points), lambda record, run: seen.append(record.values)
     run = nb.fit(task, pack, plan(), run="runs/long", callbacks=[log, lambda record, run: "stop" * (record.step == 12)])
     assert (run.state, run.history.rows[-1]["step"]) == ("stopped", 12)
     run = nb.fit(task, pack, plan(), run="runs/long", callbacks=[log])

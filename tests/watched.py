@@ -7,9 +7,7 @@ from torch import Tensor
 
 from nbtools.data import Draws
 from nbtools.tasks import captcha
-from nbtools.tasks.captcha import BASELINE, BEST, PLAN, Plan, decode, demo, loss, metrics, model, pack, preview, show
-
-__all__ = ["BASELINE", "BEST", "PLAN", "batch", "decode", "demo", "loss", "metrics", "model", "pack", "preview", "show"]
+from nbtools.tasks.captcha import BASELINE, BEST, PLAN, Plan, decode, demo, loss, metrics, model, pack, preview, show  # noqa: F401
 
 LOG = "watched.jsonl"
 PAUSE = 0.04  # seconds of each step, which leave the processor to the page

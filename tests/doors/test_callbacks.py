@@ -13,7 +13,6 @@ from nbtools.errors import MissingExtra, PlanError, TrainError
 pytestmark = pytest.mark.usefixtures("at_once")
 
 PLAN = toy.PLAN.replace(epochs=2)
-READER = "tensorboard.backend.event_processing.event_accumulator"
 
 
 def test_callbacks_get_every_record_with_values_and_one_may_stop_the_run_after_the_step(pack, folder, untouched):
@@ -58,24 +57,22 @@ def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written
     assert not folder.exists()
 
 
-def scalars(folder) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: tag → (step, value)."""
-    shown = pytest.importorskip(READER).EventAccumulator(str(folder)).Reload()
-    return {tag: [(each.step, each.value) for each in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
-
-
 def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a_way_back(pack, folder):
-    pytest.importorskip(READER)
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def scalars(tag: str) -> list[tuple[int, float]]:
+        return [(each.step, each.value) for each in reader.EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
     steps = {STEPS + 3: lambda: 1 / 0}
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting(steps), pack, PLAN, folder, log="tensorboard", **QUIET)
-    assert scalars(folder)["step/loss"][-1][0] > last_step(folder), "rows that the next start repeats"
+    assert scalars("step/loss")[-1][0] > last_step(folder), "rows that the next start repeats"
     ruins = acting({4: asking(folder, force=True, lr=1000.0)})
     run = nb.fit(ruins, pack, PLAN, folder, log="tensorboard", **QUIET)
     assert "Training diverged after lr 0.01 → 1000" in " ".join(run.events)
     for kind in ("step", "epoch"):
         for name in ("lr", "loss" if kind == "step" else "val_loss"):
             rows = [(row["step"], pytest.approx(row[name])) for row in run.history.of(kind)]
-            assert scalars(folder)[f"{kind}/{name}"] == rows
+            assert scalars(f"{kind}/{name}") == rows
     nb.fit(toy, pack, PLAN.replace(epochs=1), folder, log="tensorboard", fresh=True, **QUIET)
-    assert len(scalars(folder)["step/loss"]) == STEPS
+    assert len(scalars("step/loss")) == STEPS

@@ -123,14 +123,6 @@ def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_ne
     assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])
 
 
-def test_without_a_validation_split_neither_a_run_nor_who_watches_it_promises_a_best_value(tmp_path, monkeypatch):
-    shown = list[str]()
-    monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.extend(facts) or b"\x89PNG")
-    pack = own.packed("rows", tmp_path, val=0)
-    nb.watch(nb.fit(nb.regress(own.line), pack, own.PLAN, tmp_path / "run", **QUIET).folder)
-    assert (shown.count("run done"), [fact for fact in shown if "best" in fact]) == (2, [])
-
-
 def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, monkeypatch):
     plan, shown = toy.PLAN.replace(epochs=1), []
     monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.append(samples) or b"\x89PNG")

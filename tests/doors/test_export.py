@@ -62,11 +62,8 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
 
 
 class Restless(toy.Linear):
-    calls = 0
-
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(batch) + self.calls
+        return super().forward(batch) + torch.rand(4)
 
 
 def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):

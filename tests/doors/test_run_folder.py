@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+from collections import OrderedDict
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import own
 import pytest
 import torch
 from acting import QUIET, texts
@@ -23,31 +25,21 @@ from nbtools.measure.finders import Candidate
 from nbtools.run import lock
 from nbtools.train import Task
 
+PACK = partial(own.packed, "points")
 PLAN = nb.Plan(epochs=2, batch_size=16, lr=1e-2, schedule="constant")
 LONG = PLAN.replace(epochs=30)
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self, act=nn.ReLU, drop=0.0):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), act(), nn.Dropout(drop))
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.head(self.body(x))
+        body = nn.Sequential(nn.Linear(4, 8), act(), nn.Dropout(drop))
+        super().__init__(OrderedDict(body=body, head=nn.Linear(8, 2)))
 
 
 class Focal(nn.CrossEntropyLoss):
     def __init__(self, weights):
         super().__init__()
         self.weights = weights
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
-    into = tmp_path_factory.mktemp("pack")
-    return nb.pack([(each, int(each[0] > 0)) for each in x], into=into, progress=False)
 
 
 @pytest.fixture(autouse=True)
@@ -215,10 +207,10 @@ def test_a_run_without_a_finished_step_starts_over_as_whatever_comes(pack):
 
 def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_by_name(pack, capsys):
     falls: dict[str, Any] = {"schedule": lambda plan: lambda progress: 1 - progress}
-    for folder, plan, own in (("r", PLAN.replace(schedule="cosine"), {}), ("own", PLAN, falls)):
-        fit(pack, plan, folder, task(**own))
-        refused(pack, plan.replace(lr=0.1), folder, task(**own), says=r"finished.*lr 0.01 → 0.1.*fresh=True")
-        assert epochs(fit(pack, plan.replace(epochs=4), folder, task(**own))) == 4
+    for folder, plan, given in (("r", PLAN.replace(schedule="cosine"), {}), ("own", PLAN, falls)):
+        fit(pack, plan, folder, task(**given))
+        refused(pack, plan.replace(lr=0.1), folder, task(**given), says=r"finished.*lr 0.01 → 0.1.*fresh=True")
+        assert epochs(fit(pack, plan.replace(epochs=4), folder, task(**given))) == 4
         assert "epochs 2 → 4: lr continues at 0.005, where it had reached 0" in capsys.readouterr().err
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+from acting import acting
 
 import nbtools as nb
 from nbtools.__main__ import COMMANDS, HOOKS, main
@@ -54,14 +55,7 @@ def test_the_command_nbtools_is_this_module_and_says_its_version_and_the_machine
 
 
 def test_a_run_stopped_by_ctrl_c_is_saved_ends_with_130_and_resumes_to_0(train, tmp_path, monkeypatch):
-    steps, trained = iter(range(1000)), toy.loss
-
-    def loss(model, batch, plan):
-        if next(steps) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return trained(model, batch, plan)
-
-    monkeypatch.setattr(toy, "loss", loss)
+    monkeypatch.setattr(toy, "batch", acting({3: lambda: os.kill(os.getpid(), signal.SIGINT)}).batch)
     assert train() == 130
     assert nb.Run.open(tmp_path / "runs" / "toy", toy).state == "stopped"
     assert train() == 0

@@ -107,9 +107,8 @@ class Spelling(torch.nn.Module):
         return batch["image"][:, 0].permute(2, 0, 1) * self.scale, batch["image_length"]
 
 
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """(pack, texts, classes): 60 lines of a language of four characters, blurred, from 3 to 24 columns wide."""
+def test_a_language_model_helps(tmp_path):
+    """With 60 lines of a language of four characters, blurred, from 3 to 24 columns wide."""
     rng, classes = np.random.default_rng(0), ["a", "b", "c", "d", UNKNOWN]
     chain = np.array([[0, 0.9, 0.1, 0], [0, 0, 0.9, 0.1], [0.1, 0, 0, 0.9], [0.9, 0.1, 0, 0]])
     texts, samples = [], []
@@ -123,12 +122,7 @@ def drawn(tmp_path_factory):
         texts.append("".join(classes[place] for place in places))
         samples.append({"image": picture.astype(np.uint8), "label": np.array(places)})
     shape = {"ragged": ("image", "label"), "bucket_by": "image", "classes": classes}
-    pack = pack_of(samples, tmp_path_factory.mktemp("drawn"), task="hwdb", split="val", options={"height": 6}, **shape)
-    return pack, texts, classes
-
-
-def test_a_language_model_helps(drawn):
-    pack, texts, classes = drawn
+    pack = pack_of(samples, tmp_path, task="hwdb", split="val", options={"height": 6}, **shape)
     lm = NGram.train(texts[:30], classes, 2)
     peaks = peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), np.arange(30, 60))
     assert search(peaks, classes) == [

@@ -3,25 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from cases import CASES
 from torch import nn
 from torch.nn import functional as F
 
 from nbtools.data import open_feed
 from nbtools.tasks import hwdb
 from nbtools.tasks.hwdb import networks
-from nbtools.tasks.hwdb.data import UNKNOWN
-from tests.packs import pack_of
-
-
-@pytest.fixture(scope="module")
-def lines(tmp_path_factory):
-    """Ten lines of one to six characters, on their side, as `hwdb.pack` writes them."""
-    rng, samples = np.random.default_rng(0), []
-    for n in range(10):
-        ink = rng.integers(0, 2, (5 * (1 + n % 6), 4)).repeat(8, 0).repeat(8, 1) * 255
-        samples.append({"image": ink.astype(np.uint8), "label": rng.permutation(9)[: 1 + n % 6]})
-    shape = {"ragged": ("image", "label"), "bucket_by": "image", "classes": [*"abcdefghi", UNKNOWN]}
-    return pack_of(samples, tmp_path_factory.mktemp("lines"), task="hwdb", options={"height": 32}, **shape)
 
 
 @pytest.mark.parametrize(("name", "stride"), [("hctr", 32), ("slim", 4)])
@@ -53,8 +41,9 @@ def test_mask_and_relu_in_one_pass_have_the_bits_of_two_forward_and_backward(dty
         assert torch.equal(plain, fused)
 
 
-def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(lines):
+def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(tmp_path):
     """The guide gave each line the padded length, and cut the widest lines and a part of their texts."""
+    lines = CASES["hwdb slim"].pack(tmp_path, 10)
     [raw] = open_feed(lines, hwdb.Plan(feed="resident"), torch.device("cpu"))([np.array([0, 5, 3])])
     batch = hwdb.batch(raw, hwdb.Plan(), None)
     for b, i in enumerate(batch["id"].tolist()):

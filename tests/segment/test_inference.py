@@ -58,21 +58,6 @@ def test_logits_are_the_logarithm_of_the_mean_probabilities_image_by_image(scale
     torch.testing.assert_close(F.cross_entropy(logits, target), F.nll_loss(logits, target))
 
 
-@pytest.fixture(scope="module")
-def seen():
-    """labels (B, H, W) in patches, some ignored, in one image all of them; logits that are right here and there."""
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(cells):
-        coarse = torch.randn(6, CLASSES, cells, cells, generator=generator)
-        return F.interpolate(coarse, (20, 27), mode="bilinear", align_corners=False)
-
-    truth = noise(4)
-    labels = truth.argmax(1).where(noise(3)[:, 0] > -0.8, IGNORE)
-    labels[5] = IGNORE
-    return labels, truth + 0.5 * noise(7)
-
-
 def read(*batches):
     """The values of the task's metrics over batches of (labels, logits)."""
     sums = Sums()
@@ -82,14 +67,19 @@ def read(*batches):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_miou_and_accuracy_are_their_definitions_over_any_batches_and_not_the_mean_of_theirs(seen, size):
-    labels, logits = seen
+def test_miou_and_accuracy_are_their_definitions_over_any_batches_and_not_the_mean_of_theirs(size):
+    """Labels (B, H, W) in patches, some ignored, in one image all of them; logits that are right here and there."""
+    generator = torch.Generator().manual_seed(0)
+    noise = [torch.randn(6, CLASSES, cells, cells, generator=generator) for cells in (4, 3, 7)]
+    truth, gaps, more = (F.interpolate(each, (20, 27), mode="bilinear", align_corners=False) for each in noise)
+    labels, logits = truth.argmax(1).where(gaps[:, 0] > -0.8, IGNORE), truth + 0.5 * more
+    labels[5] = IGNORE
     parts = [(labels[i : i + size], logits[i : i + size]) for i in range(0, 6, size)]
     predicted, valid = logits.argmax(1), labels != IGNORE
     both = [((labels == k) & (predicted == k)).sum() for k in range(CLASSES)]
     either = [(((labels == k) | (predicted == k)) & valid).sum() for k in range(CLASSES)]
     values = read(*parts)
-    assert values == read(seen)
+    assert values == read((labels, logits))
     assert values["miou"] == pytest.approx(float(np.mean([b / e for b, e in zip(both, either, strict=True)])))
     assert values["pixel_accuracy"] == pytest.approx(float((labels == predicted).sum() / valid.sum()))
     assert abs(np.mean([read(part)["miou"] for part in parts]) - values["miou"]) > 1e-3

@@ -16,26 +16,22 @@ from archives import tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError
+from nbtools.live import Surface
 from nbtools.train import checkpoint
 
+pytestmark = pytest.mark.usefixtures("desk")
 PLAN = toy.PLAN.replace(epochs=2)
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, own_cache, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, pack):
-    place = tmp_path_factory.mktemp("kept")
-    return nb.fit(toy, pack, PLAN, place / "run", keep=place / "drive", **QUIET)
+    folder = tmp_path_factory.mktemp("kept")
+    return nb.fit(toy, pack, PLAN, folder / "run", keep=folder / "drive", **QUIET)
 
 
 @pytest.fixture
-def drive(whole, place) -> Path:
-    return shutil.copytree(whole.folder.with_name("drive"), place / "drive")
+def drive(whole, tmp_path) -> Path:
+    return shutil.copytree(whole.folder.with_name("drive"), tmp_path / "drive")
 
 
 def damage(folder: Path, *names: str) -> None:
@@ -121,16 +117,16 @@ def test_weights_that_never_reached_drive_are_made_up_for_from_those_before_and_
         kept.model()
 
 
-def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, place, monkeypatch):
+def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for(pack, tmp_path, monkeypatch):
     gone, steps = threading.Event(), -(-pack.splits["train"] // PLAN.batch_size)
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
-    breaking(monkeypatch, place / "drive", lambda: gone.is_set() and away())
+    breaking(monkeypatch, tmp_path / "drive", lambda: gone.is_set() and away())
     pause = partial(threading.Event().wait, 0.5)
     acts = {2 * steps + 2: gone.set, 3 * steps - 1: pause, 4 * steps - 1: pause, 4 * steps + 2: gone.clear}
     task = acting({**acts, 4 * steps + 4: pause})  # each lets a copy end, before the next is due
     run = nb.fit(task, pack, PLAN.replace(epochs=6), "run", keep="drive", **QUIET)
     straight = nb.fit(toy, pack, PLAN.replace(epochs=6), "straight", **QUIET)
-    said = [text for text in run.events if text.startswith(f"{place}/drive")]
+    said = [text for text in run.events if text.startswith(f"{tmp_path}/drive")]
     assert ["not kept (" in text for text in said] == [True], said
     assert same(run, straight)
     assert same(nb.Run.open("drive", toy), straight)
@@ -140,22 +136,26 @@ def away() -> None:
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
-def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, place, monkeypatch):
-    ready, over = threading.Event(), threading.Event()
+def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, tmp_path, monkeypatch):
+    over, report = threading.Event(), Surface.report
+
+    def interrupt(surface, message):
+        report(surface, message)
+        if "; interrupt to stop waiting" in message:
+            os.kill(os.getpid(), signal.SIGINT)
+
     monkeypatch.setattr(checkpoint, "PATIENCE", 0.2)
-    breaking(monkeypatch, place / "drive", lambda: (ready.set(), over.wait()))
-    timer = threading.Timer(1.0, lambda: ready.wait() and os.kill(os.getpid(), signal.SIGINT))
-    task = acting({1: timer.start})
+    monkeypatch.setattr(Surface, "report", interrupt)
+    breaking(monkeypatch, tmp_path / "drive", over.wait)
     try:
-        run = nb.fit(task, pack, PLAN.replace(epochs=1), "run", keep="drive", **QUIET)
+        run = nb.fit(toy, pack, PLAN.replace(epochs=1), "run", keep="drive", **QUIET)
     finally:
         over.set()
-    assert any("; interrupt to stop waiting" in text for text in run.events)
     assert any("the last state was not copied (interrupted)" in text for text in run.events)
-    assert (place / "run" / "run.json").exists()
+    assert (tmp_path / "run" / "run.json").exists()
 
 
-def test_what_reads_back_differently_is_not_kept(pack, place, monkeypatch):
+def test_what_reads_back_differently_is_not_kept(pack, tmp_path, monkeypatch):
     real = os.fsync
 
     def spoiling(file: int) -> None:
@@ -167,4 +167,4 @@ def test_what_reads_back_differently_is_not_kept(pack, place, monkeypatch):
     monkeypatch.setattr(os, "fsync", spoiling)
     run = nb.fit(toy, pack, PLAN, "run", keep="drive", **QUIET)
     assert any("reads back differently" in text for text in run.events)
-    assert "run.json" not in tree(place / "drive")
+    assert "run.json" not in tree(tmp_path / "drive")

@@ -2,8 +2,8 @@
 
 import re
 import traceback
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,18 +93,14 @@ def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights
 def test_where_memory_never_suffices_for_two_samples_or_the_network_it_is_said_with_what_to_do(odd, pack, tmp_path):
     with pytest.raises(TrainError, match="out of memory with two samples at a time, and BatchNorm needs two"):
         ended(odd, 10**6)
-
-    def model(card, plan):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
+    model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     with pytest.raises(TrainError, match="out of memory before the first step"):
         nb.fit(toy.with_(model=model, PLAN=toy.PLAN), pack, toy.PLAN, tmp_path / "run", **QUIET)
 
 
-CELL = f"""
-import gc, sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+CELL = """
 from pathlib import Path
-import torch, toy, nbtools as nb
+import gc, torch, toy, nbtools as nb
 pack = toy.make_pack(Path("toy"), count=60)
 def fit(run, hidden, *callbacks):
     plan = toy.PLAN.replace(epochs=1, hidden=hidden)
@@ -112,7 +108,7 @@ def fit(run, hidden, *callbacks):
 def used():
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    print("used", sum({{t.data_ptr(): t.nbytes for t in tensors}}.values()) // 2**20, "MB")
+    print("used", sum({t.data_ptr(): t.nbytes for t in tensors}.values()) // 2**20, "MB")
 fit("first", 16)
 used()
 """

@@ -5,17 +5,19 @@ import math
 from functools import partial
 from typing import Any
 
+import own
 import pytest
 import torch
 from acting import QUIET
+from problems import points
 from test_resume import log, same, trained
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import nbtools as nb
 from nbtools.errors import TrainError
 
-PLAN = nb.Plan(epochs=4, batch_size=16, lr=3e-3, schedule="constant")
+PACK = partial(own.packed, "points")
+PLAN = nb.Plan(epochs=4, batch_size=16, lr=8e-3, schedule="constant")
 
 
 class Lion(torch.optim.Optimizer):
@@ -56,11 +58,6 @@ def two_groups(groups, plan):
     return torch.optim.SGD(rates, momentum=0.9, nesterov=True)
 
 
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
-
-
 GIVEN: dict[str, dict[str, Any]] = {
     "Lion": {"optimizer": Lion},
     "two groups": {"optimizer": two_groups},
@@ -69,20 +66,13 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def points(tmp_path_factory):
-    x = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
-    data = TensorDataset(x, (x[:, 0] > x[:, 1]).long())
-    return nb.pack(data, into=tmp_path_factory.mktemp("points") / "pack", progress=False)
-
-
 @pytest.mark.parametrize("name", GIVEN)
-def test_an_own_optimizer_or_schedule_learns_and_the_history_has_its_lr(points, tmp_path, name):
-    task = nb.classify(net(), **GIVEN[name])
-    run = nb.fit(task, points, PLAN, tmp_path / "run", **QUIET)
+def test_an_own_optimizer_or_schedule_learns_and_the_history_has_its_lr(pack, tmp_path, name):
+    task = nb.classify(points, **GIVEN[name])
+    run = nb.fit(task, pack, PLAN, tmp_path / "run", **QUIET)
     assert run.best["val_loss"] < 0.9 * run.history.of("epoch")[0]["val_loss"]
     shape = one_cycle(PLAN) if "schedule" in GIVEN[name] else lambda t: 1.0
-    count = points.splits["train"]
+    count = pack.splits["train"]
     middles = [(start + min(start + 16, count)) / 2 for start in range(0, count, 16)]  # of an epoch's steps, in samples
     expected = [PLAN.lr * shape((epoch + middle / count) / PLAN.epochs) for epoch in range(4) for middle in middles]
     assert [row["lr"] for row in run.history.of("step")] == pytest.approx(expected)
@@ -92,19 +82,19 @@ FIXED = {"optimizer": lambda groups, plan: two_groups(groups, plan.replace(lr=0.
 
 
 @pytest.mark.parametrize("given", [*GIVEN.values(), FIXED], ids=[*GIVEN, "rates of its own"])
-def test_interrupted_equals_uninterrupted_after_an_lr_and_a_batch_size_changed(points, given):
-    task, changes = nb.classify(net(), **given), {7: {"batch_size": 10, "lr": PLAN.lr / 3}}
-    state, history = trained(points, task, PLAN, changes, {1, 3, 12, 23})
-    expected, rows = trained(points, task, PLAN, changes)
+def test_interrupted_equals_uninterrupted_after_an_lr_and_a_batch_size_changed(pack, given):
+    task, changes = nb.classify(points, **given), {7: {"batch_size": 10, "lr": PLAN.lr / 3}}
+    state, history = trained(pack, task, PLAN, changes, {1, 3, 12, 23})
+    expected, rows = trained(pack, task, PLAN, changes)
     assert log(history) == log(rows)
     assert same(state, expected)
 
 
-def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the_plans(points):
+def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the_plans(pack):
     def after(given, **changes):
-        state = nb.TrainState(nb.classify(net(), optimizer=given), points, PLAN.replace(weight_decay=0.5))
+        state = nb.TrainState(nb.classify(points, optimizer=given), pack, PLAN.replace(weight_decay=0.5))
         assert not state.built_in
-        for record in nb.train(state.task, state, points):
+        for record in nb.train(state.task, state, pack):
             if record.kind == "step" and state.step == 3:
                 state.plan = state.plan.replace(**changes)
         return state.optimizer.param_groups
@@ -116,28 +106,28 @@ def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the
         after(Lion, weight_decay=0.1)
 
 
-def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimizer(points):
-    task: Any = nb.classify(net(), optimizer=partial(Lion, weight_decay=0.1), schedule=lambda plan: lambda t: 0.5)
+def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimizer(pack):
+    task: Any = nb.classify(points, optimizer=partial(Lion, weight_decay=0.1), schedule=lambda plan: lambda t: 0.5)
     task.groups = lambda model, plan: [
         {"params": model[0].parameters()},
-        {"params": model[2].parameters(), "lr": 4 * PLAN.lr, "weight_decay": 0.0},
+        {"params": model[2:].parameters(), "lr": 4 * PLAN.lr, "weight_decay": 0.0},
     ]
-    state = nb.TrainState(task, points, PLAN.replace(epochs=1, warmup_epochs=1, checkpoint_activations=True))
+    state = nb.TrainState(task, pack, PLAN.replace(epochs=1, warmup_epochs=1, checkpoint_activations=True))
     assert [("no effect" in each, "built-in" in each) for each in state.events] == [(True, False), (False, True)]
-    history = list(nb.train(task, state, points))
+    history = list(nb.train(task, state, pack))
     state.plan = state.plan.replace(warmup_epochs=0)
     with pytest.raises(TrainError, match=r"Plan\.warmup_epochs has no effect on the task's own schedule"):
-        next(nb.train(task, state, points))
+        next(nb.train(task, state, pack))
     assert {record.values["lr"] for record in history if record.kind == "step"} == {PLAN.lr / 2}
     assert [g["lr"] for g in state.optimizer.param_groups] == pytest.approx([PLAN.lr / 2, 2 * PLAN.lr])
     assert [g["weight_decay"] for g in state.optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(points, tmp_path):
-    nb.fit(nb.classify(net(), optimizer=Lion), points, PLAN, tmp_path / "run", **QUIET)
-    other = nb.classify(net(), optimizer=partial(torch.optim.SGD, momentum=0.9), schedule=one_cycle)
+def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(pack, tmp_path):
+    nb.fit(nb.classify(points, optimizer=Lion), pack, PLAN, tmp_path / "run", **QUIET)
+    other = nb.classify(points, optimizer=partial(torch.optim.SGD, momentum=0.9), schedule=one_cycle)
     with pytest.raises(nb.NbtoolsError, match=r"optimizer: Lion → SGD\(momentum=0\.9\).*schedule: default → one_cycle"):
-        nb.fit(other, points, PLAN, tmp_path / "run", **QUIET)
+        nb.fit(other, pack, PLAN, tmp_path / "run", **QUIET)
 
 
 class Net(nn.Module):
@@ -155,13 +145,13 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd"}, {"ema": 0.9}], ids=["adamw", "sgd", "ema"])
-def test_moments_go_to_the_parameters_of_their_name_new_ones_start_without_and_misfits_are_refused(points, settings):
+def test_moments_go_to_the_parameters_of_their_name_new_ones_start_without_and_misfits_are_refused(pack, settings):
     """A frozen body, then all trained, with the parameters in another order; and the reverse."""
     frozen, whole, plan = Net(), Net(head_first=True), PLAN.replace(epochs=1, **settings)
     frozen.body.requires_grad_(False)
     for before, after in ((frozen, whole), (whole, frozen)):
-        old, _ = trained(points, nb.classify(before), plan, {})
-        theirs, state = old.tensors(), nb.TrainState(nb.classify(after), points, plan.replace(epochs=2))
+        old, _ = trained(pack, nb.classify(before), plan, {})
+        theirs, state = old.tensors(), nb.TrainState(nb.classify(after), pack, plan.replace(epochs=2))
         state.load(theirs, old.facts())
         ours = {name: tensor for name, tensor in state.tensors().items() if name.startswith("optimizer.")}
         trainable = [name for name, p in after.named_parameters() if p.requires_grad]
@@ -171,7 +161,7 @@ def test_moments_go_to_the_parameters_of_their_name_new_ones_start_without_and_m
         said = [event for event in state.events if "without saved optimizer state" in event]
         assert bool(said) == (after is whole)
         assert all("body.0.weight, body.0.bias, body.2.weight and 1 more" in event for event in said)
-        list(nb.train(state.task, state, points))
+        list(nb.train(state.task, state, pack))
         assert all(torch.isfinite(p).all() for p in state.model.parameters())
         with pytest.raises(nb.NbtoolsError, match=r"state of head.weight has the shape \(2, 4\).*has \(2, 5\)"):
             state.load({**theirs, "optimizer.head.weight.exp_avg": torch.zeros(2, 4)}, old.facts())

@@ -77,6 +77,7 @@ TYPED: dict[tuple[str, str], Any] = {  # → the value, or the rule that refuses
     ("betas", "0.9,0.999"): (0.9, 0.999),
     ("scales", "[0.5, 1, 2]"): (0.5, 1.0, 2.0),
     ("lr", ""): PlanError("a number"),
+    ("epochs", "1.5"): PlanError("a whole number"),
     ("compile", "perhaps"): PlanError("true or false"),
     ("betas", "a,b"): PlanError("numbers separated by commas"),
 }

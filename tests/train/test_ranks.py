@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -21,11 +22,7 @@ from nbtools.errors import TrainError
 from nbtools.train import checkpoint, device
 
 PLAN = toy.PLAN.replace(epochs=1, dropout=0.0, noise=0.05)
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory) -> nb.Pack:
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=188)  # 126 to train on
+PACK = partial(toy.make_pack, count=188)  # 126 to train on
 
 
 def first() -> bool:
