@@ -87,6 +87,8 @@ def test_a_run_with_evaluations_short_batches_and_a_changed_plan_has_the_bits_of
     told, state = trained(toy, pack, PLAN, slower)
     assert told == ["micro_batch_size none → 5, lr 0.01 → 0.0025, weight_decay 0 → 0.1"]
     assert state.graphs.replayed == state.step - 2 * graph.WARM_UP - 3, "but warm-ups and each epoch's last batch"
+    plain = trained(toy, pack, PLAN.replace(graph=False), slower)[1].parameters
+    assert torch.allclose(state.parameters[0], plain[0]), "replays read the lr"
     monkeypatch.setattr(graph, "WARM_UP", EAGER)
     assert same(state, trained(toy, pack, PLAN, slower)[1])
 
@@ -138,6 +140,7 @@ class Twice(Tape):
 
 ENDS = {
     "waits for the device": (waiting, Untouched, "the host waits for the device at _local_scalar_dense"),
+    "fails in a child": (toy.loss, Untouched, "no driver"),
     "is short of memory": (toy.loss, Short, "CUDA out of memory"),
     "replays something else": (toy.loss, Twice, "a replayed step gives a different result"),
     "depends on the host": (depending, Tape, "a replayed step gives a different result"),
@@ -148,6 +151,7 @@ ENDS = {
 def test_where_recording_fails_the_run_goes_on_eagerly_with_a_sentence_and_no_step_is_lost(pack, name, monkeypatch):
     loss, recorder, why = ENDS[name]
     monkeypatch.setattr(graph, "Recorder", recorder)
+    monkeypatch.setattr(graph, "uncapturable", lambda device: why * name.endswith("child"))
     told, state = trained(toy.with_(loss=loss), pack, PLAN)
     [sentence] = told
     assert re.fullmatch(f"graph off: .*{why}.*; each kernel is launched by the host", sentence), "in one line"

@@ -1,6 +1,8 @@
 """The loop: one generator, exact sums, and the field's own results."""
 
 import copy
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -187,12 +189,23 @@ def test_every_n_epochs_and_at_the_last_comes_an_evaluation_not_augmented_after_
     assert {*modes} == {True, False}
 
 
-def test_early_stop_and_plateau_follow_the_metric(pack):
+def test_early_stop_and_plateau_follow_the_metric_and_count_evaluations(pack):
     flat = toy.with_(metrics=lambda outputs, batch: {"accuracy": (1, 2)})
-    state = TrainState(flat, pack, toy.PLAN.replace(epochs=50, schedule="plateau", patience=2, early_stop=5))
+    plan = toy.PLAN.replace(epochs=50, schedule="plateau", patience=2, early_stop=5, eval_every=2)
+    state = TrainState(flat, pack, plan)
     lrs = [row.values["lr"] for row in rows(state, pack, "epoch")]
     assert state.stopped == "early stop: accuracy did not improve in 5 evaluations"
-    assert lrs == pytest.approx([0.01, 0.01, 0.01, 0.001, 0.001, 0.0001])
+    assert lrs == pytest.approx([0.01] * 6 + [0.001] * 4 + [0.0001] * 2)
+
+
+def test_the_loop_lets_cudnn_tune_for_whole_batches_that_are_still_to_come_and_not_for_an_epochs_last(
+    pack, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(sys.modules[train.__module__], "autotuning", lambda *of: seen.append(of[2]) or nullcontext())
+    rows(TrainState(toy, pack, toy.PLAN.replace(epochs=2)), pack, "epoch")
+    each = -(-pack.splits["train"] // toy.PLAN.batch_size)
+    assert seen == [2 * each] * (each - 1) + [0] + [each] * (each - 1) + [0]
 
 
 @pytest.mark.parametrize(

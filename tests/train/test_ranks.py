@@ -84,10 +84,12 @@ def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_p
     for name, (network, *_) in PARTS.items():
         one, several = weights(tmp_path / f"one: {name}"), weights(tmp_path / name)
         assert [each for each in one if not torch.allclose(several[each], one[each], 1e-8, 1e-9)] == [], name
-        runs = (nb.Run.open(tmp_path / each, precise(network)) for each in (f"one: {name}", name))
-        for ours, theirs in zip(*(run.history.of("epoch") for run in runs), strict=True):
+        single, run = (nb.Run.open(tmp_path / each, precise(network)) for each in (f"one: {name}", name))
+        for ours, theirs in zip(single.history.of("epoch"), run.history.of("epoch"), strict=True):
             for value in ("train_loss", *(("val_loss", "val_accuracy") if network != "norm" else ())):
                 assert theirs[value] == pytest.approx(ours[value], rel=1e-6), (name, value)
+        best = run.best["val_loss"]
+        assert nb.evaluate(run, pack, "val")["loss"] == pytest.approx(best, rel=1e-6), "buffers are rank 0's on all"
 
 
 def stretch(pack: Path, run: Path, plan: toy.Plan, until: int = 0) -> list[list[int]]:

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Any, Any, Changes]] = {  # task, plan, step → what chan
     "moving average, warmup, poly": (toy, PLAN.replace(ema=0.9, warmup_epochs=1.5, schedule="poly", min_lr=1e-5), {}),
     "fp16, large counts": (toy.with_(loss=many), PLAN.replace(amp="fp16"), {}),
     "one's own": (own.Mine, own.PLAN, SIZES),
-    **{name: (cases.CASES[name].scored, cases.augmented(name), {}) for name in cases.LEAN},
+    **{name: (cases.CASES[name].scored, cases.augmented(name), {}) for name in (*cases.LEAN, "hwdb slim")},
 }
 
 
