@@ -5,9 +5,9 @@ own: is anything missed?
 
 Precision × layout × {eager, graph} × batch {½, 1, 2}, as far as at most two of them differ from the plan; the other
 feeds; and the plan compiled, or deterministic. Each is trained in turns with the plan, in one process, on a CPU on one
-thread; a ratio is of samples/s within a round, once compiled; what the device refuses is listed as refused. Where mixed
-precision is advised, five seeds train 50 steps in it and in float32: the difference of their mean losses over the
-spread of float32's seeds says whether it learns the same.
+thread; a ratio is of samples/s within a round, compiled over the whole planned training with the compiler's time; what
+the device refuses is listed as refused. Where mixed precision is advised, five seeds train 50 steps in it and in
+float32: the difference of their mean losses over the spread of float32's seeds says whether it learns the same.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import statistics
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
 import nbtools as nb
-from benchmarks.paired import Figure, Receipt, in_turns, times
+from benchmarks.paired import Figure, Receipt, in_turns
 from benchmarks.your_own import in_memory, network
 from nbtools import measure
 from nbtools.data import Pack, cores, open_feed
@@ -57,7 +58,7 @@ def corners(plan: Plan, feed: str, train: int, cuda: bool) -> dict[str, dict[str
             made[", ".join(values[name][value] for name, value in changes.items())] = changes
     singles = {f"feed={name}": {"feed": name} for name in FEEDS if name != feed}
     singles = {name: {**each, "workers": cores()} if "workers" in name else each for name, each in singles.items()}
-    singles |= {f"{name}=True": {name: True} for name in ("compile", "deterministic")}
+    singles |= {f"{name}=True": {name: True} for name in ("compile", *["deterministic"] * cuda)}
     return dict(sorted({**made, **singles}.items(), key=lambda each: len(each[1])))
 
 
@@ -78,15 +79,18 @@ def changed(
     """Return (the ratio of every change to the plan, change → why the device refuses it)."""
     cuda, advised = device.pick().type == "cuda", Turns(task, pack, plan, seconds)
     feed, figures, refused = open_feed(pack, plan, device.pick()).name, list[Figure](), dict[str, str]()
-    changes = corners(plan, feed, pack.splits["train"], cuda)
+    changes, samples = corners(plan, feed, pack.splits["train"], cuda), plan.epochs * pack.splits["train"]
     for change, settings in itertools.islice(changes.items(), options.most):
+        began = perf_counter()
         try:
             other = Turns(task, pack, plan.replace(**settings), seconds)
         except (NbtoolsError, RuntimeError) as error:  # torch's own, of a kernel that is not deterministic
             refused[change] = str(error)
             continue
+        cost = (perf_counter() - began) * settings.get("compile", False)
         found = in_turns({"advised": advised, change: other}, options.rounds)
-        figures.append(Figure.of(f"{name}: {change}", "×", times(found, change, "advised")))
+        whole = [samples / a / (samples / b + cost) for a, b in zip(found["advised"], found[change], strict=True)]
+        figures.append(Figure.of(f"{name}: {change}", "×", whole))
         other.stepper.batches.close()
         print(figures[-1], flush=True)
     return [Figure.of(f"{name}: advised", "samples/s", found["advised"]), *figures], refused
