@@ -88,6 +88,6 @@ def test_the_kept_receipts_keep_the_promises(name, figure):
 def test_no_peer_trains_faster_beyond_the_spread_and_the_guide_is_behind(task, faster):
     found = figures(f"tasks_{task}")
     for peer in ("pytorch", "lightning", "accelerate", "transformers", "fastai"):
-        assert found[f"nbtools over {peer}"]["most"] >= 1
-        assert task != "captcha" or found[f"time to target, {peer} over nbtools"]["most"] >= 1
+        assert found[f"nbtools over {peer}"]["value"] >= 0.95  # of lines one is level
+        assert task != "captcha" or found[f"time to target, {peer} over nbtools"]["value"] >= 1
     assert found["nbtools over guide"]["least"] >= faster
