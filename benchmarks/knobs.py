@@ -34,7 +34,7 @@ from nbtools.errors import NbtoolsError
 from nbtools.train import Plan, device
 
 OWN = "own"  # classes of small images, and a network of few layers
-COUNTS = {"captcha": 2000, "hwdb": 400, "sign": 240, "segment": 160, OWN: 16000}
+COUNTS = {"captcha": 2000, "hwdb": 1600, "sign": 240, "segment": 160, OWN: 16000}
 """Samples of each: with fewer, an epoch would have too few steps for the batches that are fast on small images."""
 ROUNDS, SECONDS = 7, 0.5
 STEPS, LAST, WARMUP, SEEDS = 50, 10, 10, (0, 1, 2, 3, 4)

@@ -163,7 +163,7 @@ def enough(card: Card) -> int:
 
 
 def batch_size(card: Card, machine: Machine, base: int) -> Choice:
-    batch, most, why = base, enough(card), f"no CUDA GPU: the baseline's {base}"
+    batch, most, why = base, enough(card), f"no CUDA GPU: the baseline's {base}, {THUMB}"
     if machine.accelerator == "cuda":
         least, batch = devices.tier(machine.gigabytes, TIERS)
         why = f"{machine.gigabytes:.0f} GB of GPU memory, the tier from {least} GB: {batch}, {THUMB} (captcha guide)"
@@ -216,10 +216,10 @@ def precision(machine: Machine) -> Choice:
     if machine.accelerator == "cpu":
         return "off", f"float32, {THUMB}: only CPUs with AMX or AVX512-BF16 are faster in bf16"
     if machine.accelerator != "cuda" or machine.capability is None:
-        return "off", f"mixed precision has not been tried on {machine.accelerator}"
+        return "off", f"float32, {THUMB}: mixed precision has not been tried on {machine.accelerator}"
     shown = ".".join(map(str, machine.capability))
     if machine.capability >= (8, 0):
-        return "bf16", f"compute capability {shown} has bfloat16 in hardware; it needs no loss scaling"
+        return "bf16", f"compute capability {shown} has bfloat16, which needs no loss scaling, {THUMB}"
     if machine.capability >= (7, 0):
-        return "fp16", f"compute capability {shown} has fp16 tensor cores, but only emulates bfloat16"
-    return "off", f"compute capability {shown} has no tensor cores"
+        return "fp16", f"compute capability {shown} has fp16 tensor cores, and emulates bfloat16, {THUMB}"
+    return "off", f"compute capability {shown} has no tensor cores, {THUMB}"

@@ -59,6 +59,7 @@ def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_orig
     assert (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers) == (*GUIDED[name][1:], 0)
     changed = {key for key, value in plan.to_dict().items() if value != before[key]}
     assert changed | {"batch_size", "lr", "warmup_epochs", "amp"} <= advice.reasons.keys()
+    assert all("rule of thumb" in advice.reasons[key] for key in ("batch_size", "lr", "warmup_epochs", "amp"))
     for key in ("batch_size", "lr", "warmup_epochs") if plan.batch_size > 64 else ():
         assert re.search(r"rule of thumb \((captcha guide|guide to large batches|arXiv \d|ours)", advice.reasons[key])
     reading = decide(with_plan(feed="workers"), card(50_030), MACHINES[name])
