@@ -61,10 +61,10 @@ gpu-bench: gpu .venv/ready-bench  ## on a GPU: those checks, all tasks' knobs an
 	@for task in captcha hwdb sign segment; do \
 	    $(BIN)/python -m benchmarks.knobs --task $$task --most 12 --rounds 3 || exit 1; done
 	@for task in captcha sign; do $(BIN)/python -m benchmarks.tasks --task $$task || exit 1; done
-	@for each in captcha:50000 hwdb:4000 sign:4000 segment:2000; do task=$${each%:*}; \
+	@result=0; for each in captcha:50000 hwdb:4000 sign:4000 segment:2000; do task=$${each%:*}; \
 	    $(BIN)/python -m nbtools demo $$task build/$$task --count $${each#*:} || exit 1; \
 	    $(BIN)/python -m nbtools train $$task --data build/$$task --run build/runs/$$task || exit 1; \
-	    cp build/runs/$$task/receipt.json $(NBTOOLS_RESULTS)/run_$$task.json || exit 1; done
+	    cp build/runs/$$task/receipt.json $(NBTOOLS_RESULTS)/run_$$task.json || result=1; done; exit $$result
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \

@@ -38,9 +38,9 @@ OTHER = "Other settings …"
 class Form:
     """The widgets of a Panel; they call its methods.
 
-    controls: of a run in progress, above its curves, the form folded. whole: of the panel's own cell: the form, and
-    while a run is in progress the buttons, since its output may be gone. plan: what the fields show. told: the newest
-    message of the run.
+    controls: of a run in progress, above its curves, the form folded. whole: of the panel's own cell: the form, after
+    a run folded, and while one is in progress the buttons, since its output may be gone. plan: what the fields show.
+    told: the newest message of the run.
     """
 
     def __init__(self, panel: Any):

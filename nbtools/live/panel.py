@@ -41,7 +41,8 @@ class Panel:
         from nbtools.live.form import Form  # here, since ipywidgets are slow to import
 
         self.id = uuid4().hex  # in the index of the run that it drives
-        self.start = plan = advised.turn(**changes)
+        given = {name: value for name, value in changes.items() if value != getattr(advised, name, ...)}
+        self.start = plan = advised.turn(**given)
         self.requests, self.running = Requests(Plans(plan, plan), advised), False
         self.clicked = dict[str, float]()  # action → when
         self.lock = threading.RLock()  # the run and the user may both be changing it
@@ -61,11 +62,10 @@ class Panel:
 
     @property
     def changed(self) -> str:
-        """Return what the user changed, else what was changed from the start."""
-        if changed := list_changes(self.plan.changes_from(self.start)):
-            return f"Changed: {changed}"
-        given = list_changes(self.start.changes_from(self.advised))
-        return f"Given in place of the advice: {given}" if given else "No settings changed"
+        """Return what was changed from the start, and what the user changed."""
+        pairs = ("Given in place of the advice", self.start, self.advised), ("Changed", self.plan, self.start)
+        said = [f"{what}: {text}" for what, a, b in pairs if (text := list_changes(a.changes_from(b)))]
+        return "; ".join(said) or "No settings changed"
 
     @property
     def advised(self) -> Plan:
@@ -85,7 +85,7 @@ class Panel:
         """The run is over: everything may be changed again, and there is nothing to pause."""
         with self.lock:
             self.requests = Requests(Plans(self.plan, self.plan), self.advised)
-            self.running, self.fixed, self.form.told = False, {}, ""
+            self.running, self.fixed, self.form.told, self.form.every.selected_index = False, {}, "", None
             self.drop()
 
     def refresh(self) -> None:

@@ -128,6 +128,7 @@ class Stepper:
     def step(self, raw: Raw) -> tuple[Tensor, Tensor | float]:
         """Train on one batch; return its (loss sum, count)."""
         self.clock()  # a Deadline ends here
+        torch.use_deterministic_algorithms(self.plan.deterministic)  # plans in turns may differ in it
         state = self.state
         self.loss, number = train_step(state, raw, halves=self.halves)
         state.step += 1
@@ -138,7 +139,6 @@ class Stepper:
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
         """Train for at least this long and this many steps, until the device has finished. On CUDA, where launching
         takes less time than the steps do, their number follows from the turn before."""
-        torch.use_deterministic_algorithms(self.plan.deterministic)  # plans in turns may differ in it
         if self.device.type == "cuda" and self.turns:
             steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
         finish(self.device)

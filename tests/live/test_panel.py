@@ -127,9 +127,9 @@ def test_help_and_reasons_of_changes_stand_next_to_fields_are_escaped_and_a_page
     assert made._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     made.fields["epochs"].value = "30"
     assert made._repr_mimebundle_()["text/plain"] == "Panel. Changed: epochs 10 → 30, lr 0.001 → 0.002"
-    demo = Panel(made.advised, epochs=2)
+    demo = Panel(made.advised, epochs=2, lr=made.advised.lr)
     assert "Given in place of the advice: epochs 10 → 2" in words(demo), "by the notebook, not the user"
-    assert (demo.plan.epochs, demo.advised.epochs) == (2, 10)
+    assert (demo.plan.epochs, demo.advised.epochs, "lr" in demo.plan.given()) == (2, 10, "lr" in made.advised.given())
 
 
 ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}
