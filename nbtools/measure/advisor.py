@@ -253,7 +253,7 @@ class Search:
             kept = f"it is within {BATCH_GAIN - 1:.0%} of that"
         elif report.ended == LATE and own > max(speeds):
             kept = "there was no time to try it"
-        text = f"measured here: {report}" + (f"; {own} is kept: {kept}" if kept else "")
+        text = f"measured here: {report}" + (f"; {own} is kept: {kept}" if kept and report.batch_size != own else "")
         self.take({"batch_size": (own if kept else report.batch_size, text)})
 
     def choose_graph_or_compiler(self) -> None:
