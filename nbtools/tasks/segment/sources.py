@@ -86,15 +86,15 @@ class Source:
 
     def read_names(self, name: str, rows: list[tuple[int, list[str]]], split: str) -> None:
         """Take the split of the image that each line names; sentences are no list, nor what names no image."""
-        images, found = defaultdict[str, list[str]](list), list[list[str]]()
+        images, matches = defaultdict[str, list[str]](list), list[list[str]]()
         for image in (each for each in self.having(*IMAGES) if parse_path(each)[:2] in ((None, False), (split, False))):
             images[PurePosixPath(bare(image)).name].append(image)
         for _, cells in rows:
             line = f"/{bare(cells[0])}"
             some = [(f"/{bare(image)}", image) for image in images[PurePosixPath(line).name] if len(cells) == 1]
-            found.append([image for path, image in some if path.endswith(line) or line.endswith(path)])
-        listed = 2 * sum(map(bool, found)) >= len(rows) or not any(" " in cells[0] for _, cells in rows)
-        for (number, cells), some in zip(rows if any(found) and listed else (), found, strict=False):
+            matches.append([image for path, image in some if path.endswith(line) or line.endswith(path)])
+        listed = 2 * sum(map(bool, matches)) >= len(rows) or not any(" " in cells[0] for _, cells in rows)
+        for (number, cells), some in zip(rows if any(matches) and listed else (), matches, strict=False):
             if len(some) != 1 or self.splits.setdefault(some[0], split) != split:
                 rule, fix = "a line must name one image, in one split", "correct it, add its folder, or delete it"
                 self.rows.append(Row(f"{name}:{number}", f"{cells[0]}, of {len(some)} images", rule, fix))
