@@ -68,7 +68,7 @@ gpu-bench: gpu .venv/ready-bench  ## on a GPU: those checks, all tasks' knobs an
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \
-	    echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
+	    echo "== $$name"; NBTOOLS_DEVICE=cpu $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 notebooks: .venv/ready  ## write notebooks/**/*.ipynb and the README's tables; REPOSITORY=https://… sets a fork's address
 	@$(BIN)/python -m notebooks.build $(if $(REPOSITORY),--repository '$(REPOSITORY)')

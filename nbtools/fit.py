@@ -280,7 +280,7 @@ def one_share(state: TrainState) -> Plan:
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure where the time of a step of this run goes, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
-    kept = train.fixed_settings(plan) | ({"batch_size": "the share of one process"} if state.ranks.world > 1 else {})
+    kept = [*([] if state.over else train.fixed_settings(plan)), *["batch_size"] * (state.ranks.world > 1)]
     verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence

@@ -18,7 +18,7 @@ Ids = np.ndarray
 Segments = Sequence[Sequence[int]]  # [(batch size, batches done with it)] since the start of the epoch
 
 MEGABATCH = 32  # batches sorted by length together: about 2.5 % padding in simulated text lines, order still mixed
-STAYING = 512  # small tensors of a kind that stay on a device; a step reads a few dozen, other shapes bring others
+STAYING = 2**14  # small tensors of a kind that stay on a device: more than a run has shapes, as CUDA graphs read them
 
 
 def batches_left(ids: Ids, lengths: Ids | None, seed: int, epoch: int, segments: Segments) -> list[Ids]:

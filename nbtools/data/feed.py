@@ -134,7 +134,7 @@ class Resident(Feed):
         if not batches:
             return
         longest = self.padding.of(self.pack, batches)
-        order = torch.from_numpy(np.concatenate(batches)).to(self.device)
+        order = torch.from_numpy(np.concatenate(batches)).to(self.device, non_blocking=True)
         for k, ids in enumerate(order.split([len(batch) for batch in batches])):
             raw: Raw = {}
             for name, values in self.values.items():

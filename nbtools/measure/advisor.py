@@ -43,6 +43,7 @@ PARTS = {"precision": 0.3, "its losses": 0.5, "batch size": 0.7, "beside others"
 FASTER, NEAR = 1.05, 1.03  # from which a change is used; times the least that is as good
 SLOW, LOOKS = 1.5, 5  # times the fastest combination: no further look at one that takes longer; looks at the others
 FEW_STEPS = 3  # of warming up
+LONG = 1.0  # seconds of a step, of which a part is enough to compare on a GPU
 SHORT, FEW = 0.1, 4  # seconds of a step on a CPU that are enough to compare; samples of the first one
 BATCH_GAIN = 1.08  # of another batch over the rules': less is within the noise of two measurements
 BUSY = 1.5  # processes that want to run, times the cores, from which a CPU is contended
@@ -174,6 +175,7 @@ class Search:
         try:
             train.rehearse(stepper.state, stepper.pack)
             stepper.advance()
+            stepper.device_s()  # starts the GPU's tracer, which takes seconds
         except (RuntimeError, NbtoolsError):
             if plan.amp == "off" or "amp" in self.fixed:
                 raise
@@ -194,6 +196,7 @@ class Search:
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
             whys[name] = "is faster, but there was no time to check that it learns the same"
             with self.until("its losses") as clock:
+                clock()  # before two models are made
                 plain = self.plan.replace(**EAGER)
                 whys[name] = objection(self.task, self.pack, plain, changes[name], clock, self.sample_s)
             if not whys[name]:
@@ -218,22 +221,26 @@ class Search:
             settings = zip(options, row, strict=True)
             change = {name: value for name, value in settings if value != getattr(self.plan, name)}
             changes[", ".join(WORDS.get(value, str(value)) for value in change.values())] = change
-        return changes
+        return dict(sorted(changes.items(), key=lambda each: len(each[1])))  # time may end before the last
 
     def compare(self, changes: dict[str, dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
         """Return (name → seconds that the device works for a step: on CUDA by a trace, else the fastest of some steps
         in turns; name → why it does not train)."""
         costs, whys, steppers = dict[str, float](), dict[str, str](), dict[str, Stepper]()
         with self.until("precision") as clock:
+            feed = None
             for name, change in changes.items():
-                feed = next((each.feed for each in steppers.values()), None)  # on a GPU one pack for all
                 made = attempt(partial(self.stepper, self.plan.replace(**change), clock, feed), FEW_STEPS)
                 if isinstance(made, str):
                     whys[name] = made
                     continue
                 made.advance()
-                steppers[name], costs[name] = made, made.device_s()
-            for _ in range(LOOKS - 1 if self.device.type != "cuda" else 0):
+                costs[name], feed = made.device_s(), feed or made.feed  # on a GPU one pack for all
+                if self.device.type == "cuda":  # one trace is enough
+                    made.batches.close()  # frees the model
+                else:
+                    steppers[name] = made
+            for _ in range(LOOKS - 1):
                 for name, stepper in steppers.items():
                     if costs[name] <= SLOW * min(costs.values()):
                         stepper.advance()
@@ -259,16 +266,18 @@ class Search:
     def choose_graph_or_compiler(self) -> None:
         """Use CUDA graphs where launching is the limit, torch.compile where training is long, if faster in turns. An
         fp16 plan gets graphs in bf16, the rules' own there, or in float32: neither is checked for losses."""
-        begun, run = wall(), Stepper(self.task, self.pack, self.plan, self.device).warm_up()
+        begun, plan = wall(), self.part_of(self.plan, LONG)
+        run = Stepper(self.task, self.pack, plan, self.device).warm_up()
         host, device, graph = run.advance(steps=3).host_s, run.device_s(), graph_change(run)
-        change, self.eager_s = dict[str, Any](), max(host, device)  # as long as steps of the lr trial: it records none
+        whole = device * self.plan.batch_size / plan.batch_size
+        change, self.eager_s = dict[str, Any](), max(host, whole)  # as long as steps of the lr trial: it records none
         if host > LAUNCHES * device and not graph.keys() & self.fixed.keys():
             change = graph
         elif "compile" not in self.fixed and device > host and self.compiles and not self.plan.compile:
-            long = self.samples * device / self.plan.batch_size >= COMPILE_PAYS
+            long = self.samples * device / plan.batch_size >= COMPILE_PAYS
             change = {"compile": True} if long else {}
         if change:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
-            trial = beside(run, self.plan.replace(**change), max(self.seconds / 10, 1.0))
+            trial = beside(run, plan.replace(**change), max(self.seconds / 10, 1.0))
             used, why = trial.faster and trial.ratio >= FASTER, f"measured here in turns with the plan: {trial}"
             first = next(iter(change))  # what is shown as not used, beside the precision that stays
             self.take({name: (value, why) for name, value in change.items()} if used else {first: (False, why)})
@@ -323,7 +332,8 @@ class Search:
 def evaluation_s(run: Stepper, plan: Plan) -> float:
     """Return the seconds that an evaluation during training takes for a sample; 0.0 without validation samples."""
     plan, seconds = plan.while_training().replace(micro_batch_size=run.state.micro), 0.0
-    for most in (2, plan.batch_size * max(run.lanes, 1)) if len(run.pack.ids("val")) else ():  # the first loads kernels
+    size = plan.batch_size * max(run.lanes, 1)
+    for most in (2, size, size) if len(run.pack.ids("val")) else ():  # the first ones load kernels
         start, few, sums = run.clock(), plan.replace(eval_samples=most), Sums(run.device)
         samples = sum(evaluation.score_split(run.task, run.state.model, run.pack, few, "val", sums, run.feed))
         finish(run.device)

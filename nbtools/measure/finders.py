@@ -20,7 +20,7 @@ from nbtools.data import Pack, batches_in, in_order, lengths_of, open_feed, phas
 from nbtools.errors import TrainError
 from nbtools.measure.machine import kilobytes, room
 from nbtools.measure.timing import EAGER, Clock, Stepper, epoch_batches, finish, untouched, wall
-from nbtools.measure.turns import Deadline, timed
+from nbtools.measure.turns import Deadline, Late, timed
 from nbtools.show import Report, digits, number, percent, plural, size
 from nbtools.train import Plan, TaskLike, as_task, evaluation, release
 from nbtools.train import device as devices
@@ -106,20 +106,21 @@ class Finder:
         now, best, flat, ended = min(FIRST, cap), 0.0, 0, ""
         while self.look(now).reason and now > 1:
             now //= 2
-        while not ended:
-            row = self.rows.get(now) or self.look(now)
-            flat, best = (0 if row.samples_per_s >= RISING * best else flat + 1), max(best, row.samples_per_s)
-            left = self.start + self.seconds - self.stepper.clock()
-            if row.reason:
-                ended = f"{now} does not fit: {row.reason}"
-            elif flat == 2:
-                ended = FLAT
-            elif left < 2 * (LOOKS + 3) * now / best:
-                ended = LATE
-            elif now == cap:
-                ended = f"{cap:,} samples are the most that were to be tried"
-            now = min(2 * now, cap)
-        return [self.rows[key] for key in sorted(self.rows)], ended
+        with suppress(Late):  # what was measured by then counts
+            while not ended:
+                row = self.rows.get(now) or self.look(now)
+                flat, best = (0 if row.samples_per_s >= RISING * best else flat + 1), max(best, row.samples_per_s)
+                left = self.start + self.seconds - self.stepper.clock()
+                if row.reason:
+                    ended = f"{now} does not fit: {row.reason}"
+                elif flat == 2:
+                    ended = FLAT
+                elif left < 2 * (LOOKS + 3) * now / best:
+                    ended = LATE
+                elif now == cap:
+                    ended = f"{cap:,} samples are the most that were to be tried"
+                now = min(2 * now, cap)
+        return [self.rows[key] for key in sorted(self.rows)], ended or LATE
 
     def look(self, now: int) -> Row:
         """Return what a size gives, or why it does not fit."""

@@ -132,6 +132,8 @@ def gpus() -> Gpus:
         why = str(error).rstrip(".")
     if not made and torch.backends.mps.is_available():
         made.note = f"No NVIDIA GPU. Training uses Apple's GPU (MPS); the CPU is {processor}."
+    elif not made and torch.cuda.is_available():
+        made.note = f"NVML shows no GPU ({why}), but torch trains on one. CPU: {processor}."
     elif not made:
         hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
         made.note = f"No NVIDIA GPU ({why}). Training uses the CPU: {processor}.{hint}"
@@ -310,4 +312,5 @@ def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02
     side = 512 if device.type == "cpu" else 4096  # 512: 5 ms on one CPU core
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=torch.get_num_threads())
-    return [2 * side**3 / each for each in timer.blocked_autorange(min_run_time=seconds).times]
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # which the timer waits for
+        return [2 * side**3 / each for each in timer.blocked_autorange(min_run_time=seconds).times]

@@ -107,7 +107,7 @@ class Stepper:
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)  # threads or processes
         self.batches: Generator[Raw, None, None] = self.epochs()
-        self.turns, self.cold_s = list[Turn](), 0.0
+        self.turns, self.cold_s, self.pace = list[Turn](), 0.0, 0.0  # pace: seconds of a step in the last turn
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
         self.state.restore_rng()
 
@@ -139,8 +139,8 @@ class Stepper:
     def advance(self, seconds: float = 0.0, steps: int = 1) -> Turn:
         """Train for at least this long and this many steps, until the device has finished. On CUDA, where launching
         takes less time than the steps do, their number follows from the turn before."""
-        if self.device.type == "cuda" and self.turns:
-            steps, seconds = max(steps, round(seconds / self.turns[-1].seconds * self.turns[-1].steps)), 0.0
+        if self.device.type == "cuda" and self.pace:
+            steps, seconds = max(steps, round(seconds / self.pace)), 0.0
         finish(self.device)
         start, watch = self.clock(), meter.Stopwatch(self.device, self.clock)
         samples, host = 0, list[float]()
@@ -155,6 +155,7 @@ class Stepper:
             samples += len(raw["id"])
         finish(self.device)
         took = max(self.clock() - start, 1e-9)
+        self.pace = took / len(host)
         self.turns.append(Turn(samples / took, took, meter.seconds(watch.spans)[1] / took, len(host), min(host)))
         tick()
         return self.turns[-1]
@@ -170,7 +171,10 @@ class Stepper:
         return self.advance(seconds, max(1, self.lanes))
 
     def warm_up(self, most: int = WARMING) -> Self:
-        """Train until steps take as long as the ones before; what they took beyond that is `cold_s`."""
+        """Train until steps take as long as the ones before; what they took beyond that is `cold_s`. On CUDA samples of
+        different lengths are typical batches from here on: each width is slow the first time."""
+        if self.device.type == "cuda" and self.pack.offsets and not self.lanes:
+            self.repeat(self.plan.batch_size, 4)
         times = [self.advance().seconds for _ in range(3)]
         while len(times) < most and sum(times) < WARMING_S and abs(times[-1] - times[-2]) >= STEADY * times[-1]:
             times.append(self.advance().seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Self
@@ -12,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from nbtools.data import Pack, Padding, Raw, Resident, gather, on, tick
+from nbtools.data import Feed, Pack, Padding, Raw, Resident, gather, on, tick
 from nbtools.errors import NbtoolsError
 from nbtools.measure.timing import WARMING, Clock, Stepper, Timing, typical, untouched, wall
 from nbtools.show import percent, shown
@@ -24,6 +25,7 @@ STEPS, BATCHES, SAMPLES = 6, 3, 8  # after which, on which losses and gradients 
 PASSES = 20  # that this takes, with what begins it
 SAME_LOSS, SAME_GRADIENT = 0.01, 0.99  # relative; cosine: bf16 keeps 8 bits, 0.4 % a number
 CONTROL = 3.0  # times what two equal runs differ by
+FP16_ROOM = 16  # by which the scale of fp16's gradients is lowered before they are compared
 
 
 def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timing:
@@ -31,8 +33,8 @@ def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timin
     with untouched(devices.pick()):
         stepper = Stepper(task, pack, plan, devices.pick()).warm_up()
         in_turns([stepper], seconds)
-        stepper.batches.close()
-        return stepper.timing()
+        with closing(stepper.batches):
+            return stepper.timing()  # which on CUDA takes further steps
 
 
 def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
@@ -100,9 +102,9 @@ def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> 
     for stepper in (run, other):
         stepper.turns.clear()
     in_turns([run, other], seconds)
-    other.batches.close()
-    ratios = (a.samples_per_s / b.samples_per_s for a, b in zip(other.turns, run.turns, strict=True))
-    return Trial(change, tuple(ratios), other.timing())
+    ratios = tuple(a.samples_per_s / b.samples_per_s for a, b in zip(other.turns, run.turns, strict=True))
+    with closing(other.batches):
+        return Trial(change, ratios, other.timing())
 
 
 def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any], clock: Deadline, each: float) -> str:
@@ -113,10 +115,10 @@ def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any],
     samples = max(2, min(SAMPLES, int(clock.left() / (PASSES * each))))
     plan = plan.replace(batch_size=min(plan.batch_size, samples), **still)
     try:
-        pair = [Stepper(task, pack, p, device, clock=clock, learning=True) for p in (plan, plan.replace(**change))]
-        for stepper in pair:
+        plans = plan, plan.replace(**change)  # no feed: the batches are below
+        plain, other = (Stepper(task, pack, p, device, Feed(pack, device, p), clock, learning=True) for p in plans)
+        for stepper in (plain, other):
             without_dropout(stepper.state.model)
-        plain, other = pair
         batches = [on(device, gather(pack, ids, Padding(pack, plan))) for ids in typical(pack, plan, BATCHES)[0]]
         for number in range(STEPS):  # the gradients of first weights are mostly rounding in bf16
             plain.step(batches[number % len(batches)])
@@ -143,14 +145,17 @@ def without_dropout(model: nn.Module) -> None:
 
 def differentiate(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tensor]:
     """Return (mean loss, scaled gradient) of batches, the same random numbers drawn each time."""
-    loss, parts, state, dtype = 0.0, list[Tensor](), stepper.state, meter.sum_dtype(stepper.device)
-    state.restore_rng()
+    loss, state, dtype = 0.0, stepper.state, meter.sum_dtype(stepper.device)
+    gradient = torch.zeros((), dtype=dtype, device=stepper.device)
+    torch.manual_seed(state.applied.seed)
+    if state.scaler is not None:  # the gradients of these weights may be larger than those of the first
+        state.scaler.update(state.scaler.get_scale() / FP16_ROOM)
     for raw in batches:
         stepper.clock()
         total, count = gradients(state, raw, len(raw["id"]))
         loss += float(total) / (float(count) or 1) / len(batches)
-        parts.append(torch.cat([p.grad.to(dtype).flatten() for p in state.parameters if p.grad is not None]))
-    return loss, torch.stack(parts).sum(0)
+        gradient = gradient + torch.cat([p.grad.to(dtype).flatten() for p in state.parameters if p.grad is not None])
+    return loss, gradient
 
 
 def compare(these: tuple[float, Tensor], those: tuple[float, Tensor]) -> tuple[float, float]:

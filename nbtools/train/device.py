@@ -26,7 +26,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_DEVICES = ("cuda",)
 FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
-FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED")  # of a RuntimeError
+FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED", "to find an engine")
+"""What a RuntimeError says where memory ran out; the last is cuDNN's, of which no algorithm's workspace fits."""
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
 TUNING_PAYS = 5_000  # steps: 0.5 s a convolution on an H200, of which a step takes 2 ms, by a guess 5 % less afterwards
 LIBRARY = ctypes.CDLL(None)
@@ -210,8 +211,8 @@ def give_back() -> None:
 def memory(device: torch.device) -> dict[str, float]:
     """Return MiB in use: on CUDA allocated and reserved, elsewhere what this process has in RAM (macOS: its peak)."""
     if device.type == "cuda":
-        used = {"allocated": torch.cuda.memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
-        return {f"gpu_memory_{name}": size / 2**20 for name, size in used.items()}
+        used = torch.cuda.memory_stats_as_nested_dict(device)  # once: it takes longer than a small step's launch
+        return {f"gpu_memory_{n}": used[f"{n}_bytes"]["all"]["current"] / 2**20 for n in ("allocated", "reserved")}
     if sys.platform == "linux":
         return {"memory": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20}
     return {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}

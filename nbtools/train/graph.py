@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -69,9 +70,12 @@ class Graphs:
         """Return an eager step, then recorded and replayed from where it began. Where that gives something else, or
         fails, the eager one counts, and no step is recorded any more; nor where the host waits in it: a capture that
         fails for that leaves the allocator believing in one."""
-        before, why = within_memory(partial(self.copy, written))
+        (before, why), after = within_memory(partial(self.copy, written)), list[Tensor]()
+        host = torch.default_generator.get_state()
         eager, waits = synchronizing(partial(self.recorder.run, partial(act, raw)))
         why = why or "".join(f"the host waits for the device at {line}" for line in waits[:1])
+        if self.numbers is not torch.default_generator and not torch.equal(host, torch.default_generator.get_state()):
+            why = why or "the host draws random numbers in it"
         try:
             if before is not None and not why:
                 after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
@@ -85,6 +89,8 @@ class Graphs:
                 why = "a replayed step gives a different result: it depends on what the host does in it"
         except RuntimeError as error:  # all of CUDA's, and that memory ran out
             why = str(error).split("\n")[0]
+            if after:  # the replay may have failed
+                self.restore(written, after)
         self.give_up(why)
         return eager
 
@@ -147,9 +153,14 @@ class Recorder:
             recording = torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
             with torch.cuda.stream(current), recording:
                 result = act()
+        except torch.OutOfMemoryError:  # which ends the capture well
+            raise
         except RuntimeError:
-            numbers = torch.cuda.default_generators[self.stream.device_index]
+            numbers, index = torch.cuda.default_generators[self.stream.device_index], self.stream.device_index
             numbers.graphsafe_set_state(numbers.clone_state())  # else it waits for the end of the capture
+            with suppress(RuntimeError):  # as does the allocator (pytorch#180395, torch < 2.12)
+                torch._C._cuda_endAllocateToPool(index, self.pool)
+                torch._C._cuda_releasePool(index, self.pool)
             raise
         return graph.replay, result
 
@@ -181,8 +192,8 @@ def uncapturable(device: torch.device) -> str:
         command = [sys.executable, "-c", CHILD, str(device.index or 0)]
         try:
             subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
-        except subprocess.SubprocessError as error:
-            last = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
-            return f"a trial in a child process failed: {last}"
+        except (OSError, subprocess.SubprocessError) as error:
+            said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+            return f"a trial in a child process failed: {(said.strip() or str(error)).splitlines()[-1]}"
         disk.write_atomic(path, "captured and replayed")
     return ""

@@ -102,5 +102,5 @@ def allocate(optimizer: Optimizer, plan: Any) -> None:
     for parameter in (p for group in optimizer.param_groups if hasattr(optimizer, "built_in") for p in group["params"]):
         for name in OPTIMIZERS[plan.optimizer].buffers:
             if name not in optimizer.state[parameter]:
-                like = torch.zeros((), device=parameter.device) if name == "step" else torch.zeros_like(parameter)
-                optimizer.state[parameter][name] = like
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # whatever torch's default is
+                optimizer.state[parameter][name] = step if name == "step" else torch.zeros_like(parameter)

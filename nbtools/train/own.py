@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, autocast, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -178,7 +179,8 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
 def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
     """Return (sum, count) of a loss that was given."""
     plain: Any = loss.to(y.device) if isinstance(loss, nn.Module) else loss
-    made = plain(outputs, y)
+    with autocast(y.device.type, enabled=False):  # in which CUDA refuses nn.BCELoss
+        made = plain(outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs, y)
     if not isinstance(made, Tensor) or made.dim() or getattr(loss, "reduction", "mean") != "sum":
         return as_sum(made, len(y))
     if type(loss) not in CROSS_ENTROPY or y.is_floating_point():

@@ -68,7 +68,7 @@ class TrainState:
         self.schedule = build_schedule(self.task, plan)
         self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
         self.unscaled = True  # whether fp16 still has to find its scale
-        self.ema = AveragedModel(self.model, use_buffers=True) if plan.ema else None
+        self.ema = AveragedModel(self.model, self.device, use_buffers=True) if plan.ema else None
         self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
         self.network: Any = self.ranks.wrap(torch.compile(self.model) if plan.compile else self.model)  # for training
         self.epoch = self.step = self.samples = 0
@@ -121,6 +121,7 @@ class TrainState:
             self.ranks.broadcast(Restarted())
             self.ranks.broadcast((self.applied.to_dict(), tensors, self.facts()))
         self.restore_rng()
+        self.forget_graphs()  # which have what was changed meanwhile as it was
         self.watch.start()
 
     def end(self) -> None:
@@ -240,7 +241,7 @@ class TrainState:
             name = self.names[parameter]
             states[place] = {key: copy.deepcopy(value) for key, value in below(saved, f"{name}.").items()}
             for key, value in states[place].items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                     states[place][key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in its layout
                 elif isinstance(value, Tensor) and value.dim() and self.built_in:
                     shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"

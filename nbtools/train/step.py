@@ -32,6 +32,7 @@ FIXES = {  # patterns of torch's errors in a step → what to do
     "more than 1 value per channel": "BatchNorm needs two samples at a time: raise batch_size or micro_batch_size",
     "does not require grad": "compute the loss by torch alone, without .item(), .detach(), argmax, NumPy and no_grad",
     "inplace operation": "write y = y + 1 in place of y += 1 in the network or the loss",
+    "CUBLAS_WORKSPACE": "torch computed on the GPU before nbtools was imported: restart, and import nbtools first",
     "second time": "the network keeps what it computed for the last batch: detach it in forward",
 }
 
@@ -72,8 +73,6 @@ def train_step(state: TrainState, raw: Batch, size: int | None = None, halves: b
         named = state.model.named_parameters() if state.scaler is None else ()  # fp16's scaler skips by itself
         if lost := not_finite([("loss", sums[0]), *((f"gradient of {name}", p.grad) for name, p in named)]):
             return leave_out(state, raw, size, buffers, lost)
-    if not state.step and (idle := [name for p, name in state.names.items() if p.grad is None]):
-        state.events.append(f"no gradient reaches {', '.join(idle[:3])}: no output that the loss reads depends on it")
     update(state)
     return sums
 
@@ -119,7 +118,8 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
     factor = size / denominator_of(count)
     if isinstance(factor, Tensor) or factor != 1:
         kept = [p.grad for p in state.parameters if p.grad is not None]
-        torch._foreach_mul_(kept, factor)  # pyright: ignore[reportPrivateImportUsage]
+        like = factor.to(kept[0].dtype) if isinstance(factor, Tensor) else factor  # else it takes a kernel for each
+        torch._foreach_mul_(kept, like)  # pyright: ignore[reportPrivateImportUsage]
     return loss_sum, count
 
 
@@ -140,6 +140,8 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
 def update(state: TrainState) -> None:
     """Clip the gradients, update the weights and their moving average."""
     plan, optimizer, scaler = state.applied, state.optimizer, state.scaler
+    if not state.step and (idle := [name for p, name in state.names.items() if p.grad is None]):
+        state.events.append(f"no gradient reaches {', '.join(idle[:3])}: no output that the loss reads depends on it")
     if plan.clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)

@@ -69,11 +69,12 @@ advice = nb.advise(captcha, pack, measure=False)
 advice
 
 # %% [markdown]
-# A few passes over a small data set are enough to see it learn; `captcha/2_train` does it properly. Stop it whenever
-# you like; running the cell again resumes.
+# A few passes of a small network over a small data set are enough to see it learn; `captcha/2_train` does it properly.
+# Stop it whenever you like; running the cell again resumes.
 
 # %%
-run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0), receipt=False)
+small = {"network": "small", "loss": "cross_entropy", "batch_size": 32, "lr": 2e-3}  # on a GPU too
+run = nb.fit(captcha, pack, advice.plan.replace(epochs=EPOCHS, warmup_epochs=0.0, **small), receipt=False)
 
 # %% [markdown]
 # One row per epoch; `run.history` has every logged step.

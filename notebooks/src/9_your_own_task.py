@@ -9,6 +9,8 @@
 #
 # **GPU:** none needed for the generated pictures. **Measured:** 1 min 52 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), installation aside.
+#
+# ![A run while it trains]({repository}/raw/main/docs/run.png)
 
 # {install}
 

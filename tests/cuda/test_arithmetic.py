@@ -94,7 +94,7 @@ def test_advice_replays_the_steps_of_signs_which_take_longer_to_launch_than_to_c
 def test_ctc_by_cudnn_is_torchs_own_with_the_same_bits_each_time_and_without_a_wait(gpu, steps, size, classes):
     assert ctc.cudnn_agrees(gpu)
     torch.manual_seed(0)
-    logits = torch.randn(steps, size, classes, device=gpu, requires_grad=True)
+    logits = torch.randn(size, classes, steps, device=gpu).permute(2, 0, 1).requires_grad_()
     labels, lengths = torch.randint(classes - 1, (size, 12), device=gpu), torch.randint(1, 13, (size,), device=gpu)
     own = torch.randint(24, steps + 1, (size,), device=gpu)
 

@@ -56,6 +56,7 @@ READOUT = """handle => {
     const words = handle.closest('.nbtools-slider').querySelector('.widget-readout');
     const {x, y, width, height} = words.getBoundingClientRect();
     return document.elementFromPoint(x + width / 2, y + height / 2) === words }"""
+SHADOW = "field => getComputedStyle(field).boxShadow"
 LAYOUT = """output => {
     const all = what => [...output.querySelectorAll(what)], box = each => each.getBoundingClientRect();
     const cut = all('.nbt-top b, .nbt-top span:not([role] *)').filter(each => each.scrollWidth > each.clientWidth);
@@ -170,6 +171,9 @@ def test_a_drag_zooms_all_charts_also_those_of_later_frames_and_a_double_click_g
     mouse.dblclick(x + 0.5 * width, y + 30)
     until(lambda: not zoomed.count(), "the whole run")
     mouse.move(0, 0)
+    for x in ("samples", "step"):
+        output.locator(".widget-dropdown").filter(has_text="x axis").locator("select").select_option(x)
+        until(output.locator(f".nbt-grid[data-x={x}]").count, f"{x} along the axis")
 
 
 def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothing_moves_meanwhile(visit):
@@ -180,7 +184,9 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothi
     until(lambda: "lr must be a number, got '0.0.2'" in notebook.notice(), "the rule")
     notebook.page.keyboard.press("Escape")
     until(lambda: "must be" not in notebook.notice(), "no rule")
-    assert notebook.row("lr").locator("input[type=text]").first.input_value() == "0.002"
+    field = notebook.row("lr").locator("input[type=text]").first
+    assert field.input_value() == "0.002"
+    assert "rgb(0, 114, 178)" in field.evaluate(SHADOW), "the focus is visible"
     assert visit.output.get_by_role("textbox", name="lr", exact=True).count() == 1, "its name for who cannot see it"
     notebook.slide("lr", "End")
     until(notebook.button(r"Apply lr = \S+").is_visible, "the question of a handle at its end")
@@ -191,11 +197,13 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothi
     until(notebook.button("Apply lr = 1000").is_visible, "the question")
     visit.steps(5)
     places.add(notebook.place("Stop"))
-    assert "lr 1000 is 500,000× the advised 0.002" in notebook.notice()
+    notebook.click("Keep lr = 0.002")
+    until(lambda: "500,000×" not in notebook.notice(), "no question")
+    notebook.type("lr", "1000")
+    until(lambda: "lr 1000 is 500,000× the advised 0.002" in notebook.notice(), "the question again")
     assert visit.output.locator("[role=status]:visible").count() >= 2, "state and question are read aloud"
     assert now() == 0.002
-    field = notebook.row("lr").locator("input[type=text]").first
-    assert "rgb(213, 94, 0)" in field.evaluate("field => getComputedStyle(field).boxShadow"), "the field is marked"
+    assert "rgb(213, 94, 0)" in field.evaluate(SHADOW), "the field is marked"
     notebook.click("Apply lr = 1000")
     told = visit.output.get_by_text("Training diverged").locator("visible=true")  # not the one in the folded log
     until(told.count, "the sentence")
@@ -218,6 +226,10 @@ def test_every_interaction_takes_effect_within_a_quarter_of_a_second_and_the_ste
     output.get_by_text("All settings").click()
     output.get_by_text("More:").click()
     person.act(rounds=1 + visit.thorough)
+    assert output.locator(".nbt-log > div").count() == 5, "lines of the log"
+    output.get_by_text("The whole log").click()
+    assert output.locator(".nbt-log > details > div:visible").count() > 5
+    output.get_by_text("The whole log").click()
     output.get_by_text("All settings").click()
     visit.notebook.run(ASKED)
     person.stopped()
@@ -299,22 +311,25 @@ def test_a_page_that_was_closed_while_it_trained_shows_how_the_run_ended(visit):
     assert not re.search("error displaying|not found", visit.output.inner_text(), re.IGNORECASE)
 
 
-def test_running_the_cell_again_or_loading_the_page_anew_leaves_resume_in_the_panels_cell(visit):
+def test_the_cell_run_again_a_page_loaded_anew_and_a_second_one_have_resume_in_the_panels_cell(visit):
     notebook, own = visit.notebook, lambda label: visit.notebook.button(label, PANEL)
     notebook.run(FIT)
-    for again in (True, False):
+    for way in ("cell", "reload", "second"):
         until(lambda: own("Pause").count() and own("Pause").is_enabled(), "a run to pause")
         own("Pause").click()
         until(own("Resume").is_visible, "Resume")
-        if again:
+        other = visit.again() if way == "second" else notebook
+        if way == "cell":
             notebook.run(FIT)
             until(lambda: not notebook.frames(), "the output is gone")
         else:
             visit.save("paused")
-            notebook.page.reload()
-            until(lambda: own("Resume").count() and own("Resume").is_visible(), "Resume on the new page")
-        own("Resume").click()
+            other.open("captcha.ipynb") if way == "second" else notebook.page.reload()
+            until(lambda other=other: other.button("Resume", PANEL).count(), "Resume on the new page")
+        other.button("Resume", PANEL).click()
         visit.steps(2)
+    until(own("Pause").is_visible, "Pause on the first page too")
+    other.page.close()
 
 
 def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(visit):

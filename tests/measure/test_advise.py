@@ -20,8 +20,8 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.data import Card, Column, open_feed
-from nbtools.measure import Machine, Stepper, advisor, decide, profile
-from nbtools.measure.turns import Deadline, Trial
+from nbtools.measure import Machine, Stepper, advisor, decide, profile, receipt
+from nbtools.measure.turns import Deadline, Trial, objection
 from nbtools.show import duration
 from nbtools.train import Plan
 from nbtools.train import device as devices
@@ -233,6 +233,7 @@ def test_launching_asks_for_graphs_and_computing_for_the_compiler_if_training_is
     run = SimpleNamespace(pack=pack, plan=plan, device=device, device_s=lambda: 1.0)
     run.advance = lambda steps: SimpleNamespace(host_s=host)
     search: Any = SimpleNamespace(plan=plan, device=device, samples=samples, compiles=True, take=taken.update)
+    search.part_of = lambda plan, step_s: plan
     vars(search).update(task=toy, pack=pack, seconds=10.0, start=[0.0])
     monkeypatch.setattr(devices, "reduced_precision", lambda device: reduced)
     monkeypatch.setattr(advisor, "Stepper", lambda *of: SimpleNamespace(warm_up=lambda: run))
@@ -242,6 +243,28 @@ def test_launching_asks_for_graphs_and_computing_for_the_compiler_if_training_is
         advisor.Search.choose_graph_or_compiler(search)
         assert {name: value for name, (value, _) in taken.items()} == expected
         assert all(f"{name} = " in why for name in expected for _, why in taken.values())
+
+
+def test_a_device_whose_work_is_traced_takes_its_steps_after_the_turns_as_cuda_does(pack, monkeypatch):
+    own, job = Stepper.device_s, Job()
+    monkeypatch.setattr(Stepper, "device_s", lambda self: (self.step(next(self.batches)), own(self))[1])
+    advice = measured(job, toy.make_pack(pack.folder.parent / "traced", count=600), seconds=30.0)
+    assert "baseline" in advice.ratios
+    with job.times():
+        assert nb.lr_sweep(job, pack, toy.PLAN, [1e-3, 1e-2, 1e-1]).lr
+        assert receipt(job, pack, toy.PLAN, 6.0).ratio > 0
+        assert [trial.failed for trial in profile.verdict(job, pack, toy.PLAN, 6.0).trials] == [""]
+
+
+class Noisy(nn.Linear):
+    def forward(self, batch):
+        return super().forward(nn.functional.dropout(batch["x"], 0.5, self.training))
+
+
+def test_other_arithmetic_is_compared_under_the_same_random_numbers(pack):
+    """Those of a function too, which has no layer that could be switched off."""
+    task = toy.with_(model=lambda card, plan: Noisy(8, toy.CLASSES))
+    assert objection(task, pack, toy.PLAN, {"deterministic": True}, Deadline(60.0), 1e-3) == ""
 
 
 def test_a_plan_that_is_slower_than_the_rules_is_never_returned(tmp_path, monkeypatch):

@@ -236,11 +236,15 @@ def test_the_choice_is_within_5_percent_of_the_best_by_exhaustive_search(pack, k
     assert rates[report.batch_size] >= 0.95 * max(powers.values())
 
 
-def test_a_search_ends_in_time_and_says_what_ended_it(pack):
+def test_a_search_ends_in_time_and_says_what_ended_it(pack, monkeypatch):
     job = Job(fixed=0.1, a_sample=0.01)
     short = found(pack, job, seconds=1.0)
     assert job.now < 3.0
     assert "time ran out" in str(short)
+    monkeypatch.setattr(Deadline, "left", lambda self: 4.0 - job.now)
+    cut = found(pack, job := Job(fixed=0.1, a_sample=0.01), clock=Deadline(4.0, clock=lambda: job.now))
+    assert cut.ended == "time ran out"
+    assert 1 <= len(cut.rows) < len(found(pack, Job(fixed=0.1, a_sample=0.01)).rows)
     flat = found(pack, Job(fixed=0.001, a_sample=0.1))
     assert "throughput no longer rises" in str(flat)
     capped = found(pack, Job(fixed=100.0), seconds=1e6, most=6)

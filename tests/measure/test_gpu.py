@@ -102,6 +102,10 @@ def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):
     assert "No NVIDIA GPU (Not Supported). Training uses the CPU" in str(gpus())
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "nvidia-ml-py is not installed" in str(gpus())
+    with monkeypatch.context() as patch:  # a container without NVML
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert "NVML shows no GPU (nvidia-ml-py is not installed" in str(gpus())
+        assert "torch trains on one" in str(gpus())
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert re.search(r"Apple's GPU \(MPS\).*RAM: ", str(gpus()))
     monkeypatch.setattr(sys.modules["nbtools.measure.machine"], "kilobytes", lambda *_: 0)

@@ -138,10 +138,17 @@ class Twice(Tape):
         return lambda: (replay(), first := loss.clone(), replay(), loss.copy_(first)), (loss, count)
 
 
+class Broken(Tape):
+    def capture(self, act):
+        return lambda: torch.ones(2) @ torch.ones(3), super().capture(act)[1]
+
+
 ENDS = {
     "waits for the device": (waiting, Untouched, "the host waits for the device at _local_scalar_dense"),
     "fails in a child": (toy.loss, Untouched, "no driver"),
     "is short of memory": (toy.loss, Short, "CUDA out of memory"),
+    "fails at the first replay": (toy.loss, Broken, "same number of elements"),
+    "draws on the host": (toy.loss, Untouched, "the host draws random numbers in it"),
     "replays something else": (toy.loss, Twice, "a replayed step gives a different result"),
     "depends on the host": (depending, Tape, "a replayed step gives a different result"),
 }
@@ -152,6 +159,10 @@ def test_where_recording_fails_the_run_goes_on_eagerly_with_a_sentence_and_no_st
     loss, recorder, why = ENDS[name]
     monkeypatch.setattr(graph, "Recorder", recorder)
     monkeypatch.setattr(graph, "uncapturable", lambda device: why * name.endswith("child"))
+    if name.startswith("draws"):  # a GPU has a generator of its own
+        numbers = torch.Generator()
+        own = property(lambda self: numbers, lambda self, _: None)
+        monkeypatch.setattr(graph.Graphs, "numbers", own, raising=False)
     told, state = trained(toy.with_(loss=loss), pack, PLAN)
     [sentence] = told
     assert re.fullmatch(f"graph off: .*{why}.*; each kernel is launched by the host", sentence), "in one line"

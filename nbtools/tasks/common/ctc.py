@@ -86,7 +86,7 @@ def tensors(height: int, classes: int, image: str) -> tuple[Tensors, Tensors]:
 @cache
 def cudnn_agrees(device: torch.device) -> bool:
     """Return whether a small batch has torch's own loss and gradient: once a process, which waits for it."""
-    logits = torch.randn(12, 3, 7, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(3, 7, 12, generator=torch.Generator().manual_seed(0)).permute(2, 0, 1)  # as of networks
     labels, lengths = torch.tensor([[1, 1, 2], [3, 0, 0], [0, 5, 2]]), torch.tensor([3, 1, 3])
     steps = torch.tensor([12, 9, 10])
     with torch.enable_grad():
@@ -121,7 +121,7 @@ class CudnnCTC(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, texts: Tensor, steps: Tensor, counts: Tensor, used: Tensor) -> Tensor:
         operator = torch.ops.aten._cudnn_ctc_loss.Tensor  # softmax is in it: its gradient is that of logits
-        each, gradient = operator(logits, texts, steps.int(), counts.int(), 0, True, False)
+        each, gradient = operator(logits.contiguous(), texts, steps.int(), counts.int(), 0, True, False)
         real = torch.arange(len(logits), device=logits.device)[:, None] < steps  # beyond, it leaves what was there
         ctx.save_for_backward(torch.where((real & used)[:, :, None], gradient, 0.0))
         return torch.where(used, each, 0.0)

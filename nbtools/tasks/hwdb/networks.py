@@ -117,7 +117,7 @@ class MaskedReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
         gradient = torch.ops.aten.threshold_backward(gradient, *ctx.saved_tensors, 0)
-        return gradient.contiguous(), None  # as masked_fill's: batch norm's bits depend on the memory format
+        return gradient if gradient.is_cuda else gradient.contiguous(), None  # bits of a CPU's norm depend on it
 
 
 class ConvNorm(nn.Module):
@@ -134,7 +134,7 @@ class ConvNorm(nn.Module):
         x = self.norm(self.conv(x))
         if self.relu and not torch.compiler.is_compiling():  # a compiler fuses these, and an exporter knows no Function
             return MaskedReLU.apply(x, padding)
-        x = x.masked_fill_(padding, 0)
+        x = torch.where(padding, 0, x) if x.is_cuda else x.masked_fill_(padding, 0)
         return x.relu_() if self.relu else x
 
 

@@ -239,7 +239,7 @@ def enlarge(x: Tensor, factor: int, size: tuple[int, int]) -> Tensor:
     return rows @ F.linear(x, columns)
 
 
-@lru_cache(128)  # nine sizes of pictures
+@lru_cache(512)  # 36 sizes of pictures, among which those that CUDA graphs read have to stay
 @torch.inference_mode(False)  # training would refuse what was made there
 def weights(positions: int, pixels: int, factor: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return (pixels, positions): of each position in each of the first pixels. Kept, as a forward pass

@@ -123,8 +123,8 @@ class Gru(nn.Module):
         """Map features (B, T, D) float and features_length (B,) to logits (B, G) and (B, C)."""
         lengths = batch["features_length"]
         x = self.second(self.drop(self.first(batch["features"])[0]))[0]
-        last = (lengths - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, UNITS[1])
-        hidden = self.drop(x.gather(1, last).squeeze(1) * (lengths > 0)[:, None])  # a clip of no frame: zeros
+        last = torch.arange(x.shape[1], device=x.device) == lengths[:, None] - 1  # (B, T); a clip of no frame has none
+        hidden = self.drop((x * last[:, :, None]).sum(1))  # a gather's gradient is not deterministic on a GPU
         return self.gloss(hidden), self.category(hidden)
 
 

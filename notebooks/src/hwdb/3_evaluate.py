@@ -38,10 +38,11 @@ import nbtools as nb
 from nbtools.tasks import hwdb
 
 data = PACK or nb.kept("drive:nbtools-data/hwdb.tar")
-pack = hwdb.pack(data or hwdb.demo("data/short", count=COUNT))
+pack = hwdb.pack(data) if data else hwdb.pack(hwdb.demo("data/short", count=COUNT), height=32)
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/hwdb", "a short run"))
 if not trained:
-    plan = nb.advise(hwdb, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.2)
+    small = {"batch_size": 16, "lr": 3e-3, "epochs": EPOCHS, "warmup_epochs": 0.2}  # many steps, on a GPU too
+    plan = nb.advise(hwdb, pack, measure=False).plan.replace(**small)
     trained = nb.fit(hwdb, pack, plan, receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
 
