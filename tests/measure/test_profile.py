@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,7 @@ from nbtools.measure.turns import Trial
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
 PLAN = toy.PLAN.replace(epochs=4)  # few, so that evaluations are not what to change
 FILES = {"feed": "workers", "workers": 0}
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), 1000)
+PACK = partial(toy.make_pack, count=1000)
 
 
 def judged(job: Job, pack, plan, **more) -> Verdict:

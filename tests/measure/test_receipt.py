@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -20,11 +21,7 @@ from nbtools.tasks import captcha, hwdb, segment, sign
 
 FASTER = toy.PLAN.replace(batch_size=64, lr=0.1, amp="bf16", channels_last=True, workers=2, clip_norm=None)
 FASTER = FASTER.replace(hidden=24, eval_samples=9)
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=184)  # 128 to train on: whole batches of 16 and 64
+PACK = partial(toy.make_pack, count=184)  # 128 to train on: whole batches of 16 and 64
 
 
 def measured(job: Job, pack, plan: Any = toy.PLAN, run_s: float = 0.0) -> Receipt:
@@ -95,12 +92,9 @@ def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     assert measured(Job(), pack, toy.BASELINE).ratio == pytest.approx(1.0), "of a plan that is the baseline"
 
 
-LARGE = toy.BASELINE.replace(batch_size=64, amp="fp16")
-
-
 def test_the_guides_settings_are_measured_next_to_its_before_in_passes_that_fit_memory(pack):
     job: Any = Job(reading=0.001, fixed=0.1, a_sample=0.001)
-    job.PRESETS = {"guide": LARGE, "guide-large": toy.PLAN}
+    job.PRESETS = {"guide": toy.BASELINE.replace(batch_size=64, amp="fp16"), "guide-large": toy.PLAN}
     found: Any = measured(job, pack, toy.PLAN.replace(hidden=24))
     small, large = (0.1 / batch + 0.001 + 0.001 for batch in (16, 64))
     assert found.guide.trial.ratio == pytest.approx(small / large, rel=0.1)  # 128 to train on, or nearly
@@ -173,7 +167,7 @@ PRESETS = {"guide": toy.BASELINE.replace(**SETTINGS), "guide-as-it-is": toy.BASE
 
 
 def test_a_preset_leaves_to_machine_and_data_what_it_must_and_says_so(tmp_path):
-    pack, guided = toy.make_pack(tmp_path, count=184), toy.with_(PRESETS=PRESETS)
+    pack, guided = PACK(tmp_path), toy.with_(PRESETS=PRESETS)
     (plan, why), train = preset(guided, pack, "guide"), pack.splits["train"]
     assert plan
     assert (plan.batch_size, plan.micro_batch_size, plan.amp, plan.workers) == (train, train, "off", cores())

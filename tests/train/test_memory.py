@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nbtools as nb
 from nbtools.errors import TrainError
 
+PACK = partial(toy.make_pack, count=60)  # 42 to train on, so that an epoch ends with a smaller batch
 ENDS = (
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
     (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
@@ -51,11 +53,11 @@ def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, to
     return full.count >= allocations, {name: value.clone() for name, value in state.tensors().items()}
 
 
-def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(odd):
-    _, expected = with_memory_for(10**9, odd)
+def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(pack):
+    _, expected = with_memory_for(10**9, pack)
     at, ended = 1, True
     while ended:
-        ended, found = with_memory_for(at, odd)
+        ended, found = with_memory_for(at, pack)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
         at += 13
@@ -78,21 +80,16 @@ def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Ten
     return told, nn.utils.parameters_to_vector(state.model.parameters())
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory) -> nb.Pack:
-    return toy.make_pack(tmp_path_factory.mktemp("odd"), count=60)  # 42 to train
-
-
-def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights_are_the_same(odd):
-    told, weights = ended(odd, 2, model=toy.linear)
+def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights_are_the_same(pack):
+    told, weights = ended(pack, 2, model=toy.linear)
     halved = ("10 → 5", "5 → 2")
     assert told == [f"out of memory: micro batch {sizes}; effective batch and lr unchanged" for sizes in halved]
-    assert torch.allclose(weights, ended(odd, 0, model=toy.linear)[1], 0, 1e-5)
+    assert torch.allclose(weights, ended(pack, 0, model=toy.linear)[1], 0, 1e-5)
 
 
-def test_where_memory_never_suffices_for_two_samples_or_the_network_it_is_said_with_what_to_do(odd, pack, tmp_path):
+def test_where_memory_never_suffices_for_two_samples_or_the_network_it_is_said_with_what_to_do(pack, tmp_path):
     with pytest.raises(TrainError, match="out of memory with two samples at a time, and BatchNorm needs two"):
-        ended(odd, 10**6)
+        ended(pack, 10**6)
     model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     with pytest.raises(TrainError, match="out of memory before the first step"):
         nb.fit(toy.with_(model=model, PLAN=toy.PLAN), pack, toy.PLAN, tmp_path / "run", **QUIET)
