@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import errno
 import faulthandler
-import functools
 import gc
 import importlib
 import math
@@ -23,6 +22,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,7 @@ from typing import IO, Any
 import numpy as np
 import pytest
 import toy
+from acting import QUIET
 from archives import FORMS, PACKERS, archived, put, tree
 from tqdm import tqdm
 
@@ -127,23 +128,18 @@ def root(tmp_path, monkeypatch, own_cache) -> Path:
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.bin": bytes(range(256)) * 3, "data/é": b"x" * 40}
 
 
-def training(**settings: Any) -> Callable[[Path], nb.Run]:
+def trained(root: Path, **settings: Any) -> nb.Run:
     plan = toy.PLAN.replace(epochs=3, batch_size=16, **settings)
-
-    def job(root: Path) -> nb.Run:
-        pack = nb.Pack.open(root / "pack")
-        return nb.fit(toy, pack, plan, root / "run", keep=root / "kept", receipt=False, progress=False)
-
-    return job
+    return nb.fit(toy, nb.Pack.open(root / "pack"), plan, root / "run", keep=root / "kept", **QUIET)
 
 
 JOBS: dict[str, Callable[[Path], Any]] = {
     "stage a folder": lambda root: nb.stage(root / "source", root / "here", progress=False),
-    "train, resident": training(feed="resident"),
+    "train, resident": partial(trained, feed="resident"),
     "stage an archive": lambda root: nb.stage(root / "source.tar.gz", root / "here", progress=False),
-    "train, streamed": training(feed="streamed", weight_decay=0.1),
+    "train, streamed": partial(trained, feed="streamed", weight_decay=0.1),
     "pack": lambda root: toy.pack(root / "vectors", into=root / "made"),
-    "train, averaged in two passes": training(ema=0.9, micro_batch_size=8),
+    "train, averaged in two passes": partial(trained, ema=0.9, micro_batch_size=8),
     "keep a pack, and open it": lambda root: toy.pack(nb.Pack.open(root / "pack").keep(root / "kept.tar")),
 }
 
@@ -168,7 +164,7 @@ def prepared(root: Path) -> Path:
     return root
 
 
-@functools.cache
+@cache
 def usual(name: str) -> tuple[str, int]:
     """(what comes of a job that nobody disturbs, its operations on files)."""
     numbers: list[int] = []
@@ -195,7 +191,7 @@ def test_what_is_killed_or_fails_on_the_disk_leaves_nothing_half_written_and_goe
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise OSError(code, os.strerror(code or 0))
 
-        ended, text = forked(functools.partial(disturbed, name, root, act))
+        ended, text = forked(partial(disturbed, name, root, act))
         refused = ended == REFUSED or (code is None and ended == -signal.SIGKILL)
         assert refused or (ended == DONE and text == expected), f"{name}, operation {at}: {text}"
         if rng.random() < 0.25:  # the session is lost with its disk

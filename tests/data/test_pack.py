@@ -7,8 +7,8 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,15 +46,11 @@ def read(path: Path, options) -> dict[str, np.ndarray]:
     return {"x": np.load(path) * options.get("scale", 1)}
 
 
-def failing(name: str, error: BaseException) -> Any:
+def failing(name: str, error: BaseException, path: Path, options) -> dict[str, np.ndarray]:
     """`read`, but for a file of this name."""
-
-    def reader(path, options):
-        if path.name == name:
-            raise error
-        return read(path, options)
-
-    return reader
+    if path.name == name:
+        raise error
+    return read(path, options)
 
 
 def reads(place: Path) -> int:
@@ -123,7 +119,7 @@ def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(pl
         (source / f"{i}.npy").write_bytes(content)
     (source / "4.npy").unlink()
     (source / "4.npy").symlink_to(place / "gone")
-    picky = failing("5.npy", PackError("5, five", "the number is below 5", "rename the file"))
+    picky = partial(failing, "5.npy", PackError("5, five", "the number is below 5", "rename the file"))
     made = pack(source, read=picky)
     bad = made.bad.to_dict("list")
     assert (made.names, bad["file"]) == (["0.npy"], [f"{i}.npy" for i in range(1, 6)])
@@ -139,7 +135,7 @@ def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(pl
     with pytest.raises(AttributeError):  # a fault of the task itself is no bad file
         pack(vectors(place / "other"), read=lambda path, options: path.nonsense)
     with pytest.raises(DiskError, match=r"7\.npy: Input/output error"):  # nor is a disk that stops responding
-        pack(place / "other", read=failing("7.npy", OSError(errno.EIO, "Input/output error")))
+        pack(place / "other", read=partial(failing, "7.npy", OSError(errno.EIO, "Input/output error")))
     assert len(pack(place / "other")) == 40
 
 
@@ -192,7 +188,7 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
     source, into = vectors(place / "raw"), place / "mine"
     (source / "3.npy").write_bytes(b"no")
     with pytest.raises(KeyboardInterrupt):
-        pack(source, read=failing("38.npy", KeyboardInterrupt()), into=into)  # the 33rd by name
+        pack(source, read=partial(failing, "38.npy", KeyboardInterrupt()), into=into)  # the 33rd by name
     if change == "a file":
         np.save(source / "1.npy", np.full(3, -1, np.float32))
     for path in place.glob("*.part/*/*.npz") if change == "a power cut" else ():
