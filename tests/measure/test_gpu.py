@@ -55,10 +55,7 @@ def fake_nvml(names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-40GB"), **change
 
 @pytest.fixture
 def nvml(monkeypatch):
-    def install(names=("NVIDIA A100-SXM4-40GB",) * 2, **changed):
-        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(names, **changed))
-
-    return install
+    return lambda *names, **changed: monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*names, **changed))
 
 
 def test_two_cards_are_read_as_values_in_the_named_units_and_shown_escaped(nvml):

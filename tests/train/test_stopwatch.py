@@ -97,11 +97,11 @@ def large(tmp_path_factory) -> Pack:
     return toy.make_pack(tmp_path_factory.mktemp("toy"), count=700)
 
 
-def feed_of(pack: Pack, where: Device) -> Any:
+def feed_of(pack: Pack, where: Device, to: str = "cpu") -> Any:
     def feed(batches: list[np.ndarray]) -> Iterator[Any]:
         for ids in batches:
             where.host(where.loading)  # as a DataLoader does
-            yield gather(pack, ids)
+            yield {name: tensor.to(to, non_blocking=True) for name, tensor in gather(pack, ids).items()}
 
     feed.name = "streamed"  # pyright: ignore[reportFunctionMemberAccess]
     return feed
@@ -222,18 +222,14 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
     monkeypatch.setattr(clock.Meter, "received", lambda meter: meter.sent.to("cpu").tolist())
 
-    def feed(batches: list[np.ndarray]) -> Iterator[Any]:
-        for ids in batches:
-            yield {name: tensor.to(meta, non_blocking=True) for name, tensor in gather(pack, ids).items()}
-
-    feed.name = "resident"  # pyright: ignore[reportFunctionMemberAccess]
     task = toy.with_(
         model=lambda card, plan: toy.linear(card, plan).to(meta),
         batch=lambda raw, plan, draws: {"x": raw["x"], "label": raw["label"][:, 0]},
     )
     state = nb.TrainState(task, pack, toy.PLAN.replace(epochs=2, batch_size=BATCH, clip_norm=None), meta)
     with Waits() as waits:
-        kinds = {row.kind for row in nb.train(task, state, pack, feed) if row.values}  # pyright: ignore
+        feed = feed_of(pack, Device(kernels=0.0, launch=0.0), "meta")
+        kinds = {row.kind for row in nb.train(task, state, pack, feed) if row.values}
     assert kinds == {"step", "epoch"}
     assert "rows" in waits.places
     assert set(waits.places) <= READS, waits.places
