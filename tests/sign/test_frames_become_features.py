@@ -24,9 +24,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def network(seed: int = 0) -> nn.Sequential:
     """Normalised frames (N, 3, 299, 299) → (N, 2048)."""
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.AvgPool2d(50), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2048)
-    )
+    layers = nn.AvgPool2d(50), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2048)
+    return nn.Sequential(*layers)
 
 
 def filmed(folder: Path, frames: int = 3, seed: int = 0) -> list[Image.Image]:
