@@ -118,10 +118,8 @@ def test_weights_and_biases_and_optuna_take_a_callback_as_shown(monkeypatch):
     assert list(Path("runs", "wandb").glob("offline-run-*"))
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     objective = run_cell(prunes, optuna=optuna, task=task, pack=pack, nb=nb, EPOCHS=EPOCHS)["objective"]
-    for pruner, state in (
-        (optuna.pruners.ThresholdPruner(lower=2.0), "PRUNED"),
-        (optuna.pruners.NopPruner(), "COMPLETE"),
-    ):
+    pruners = {"PRUNED": optuna.pruners.ThresholdPruner(lower=2.0), "COMPLETE": optuna.pruners.NopPruner()}
+    for state, pruner in pruners.items():
         study = optuna.create_study(direction="maximize", pruner=pruner)
         study.optimize(objective, n_trials=1)
         assert [trial.state.name for trial in study.trials] == [state]

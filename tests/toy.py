@@ -72,9 +72,8 @@ class Net(nn.Module):
 
     def __init__(self, hidden: int, dropout: float):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, CLASSES)
-        )
+        inner = nn.Linear(8, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(dropout)
+        self.layers = nn.Sequential(*inner, nn.Linear(hidden, CLASSES))
 
     def forward(self, batch):
         return self.layers(batch["x"])

@@ -104,11 +104,8 @@ def test_loss_and_gradient_of_a_padded_batch_are_the_sums_over_its_samples(name,
         model.zero_grad()
         total, count = task.loss(model, batch, plan)
         total.backward()
-        return (
-            float(total.detach()),
-            int(count),
-            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
-        )
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        return float(total.detach()), int(count), gradient
 
     ids = pack.ids("train")[:4]
     (loss, count, gradient), alone = passed(ids), [passed(ids[k : k + 1]) for k in range(4)]

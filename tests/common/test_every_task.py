@@ -106,9 +106,8 @@ def test_augmentation_changes_a_training_sample_in_any_batch_alike_and_evaluatio
     before = {column: tensor.clone() for column, tensor in raw.items()}
     plain = task.batch(raw, task.Plan(), None)
     assert torch.equal(task.batch(raw, plan, None)[key], plain[key])
-    one, other, single = (
-        task.batch(each, plan, Draws(1, e, each["id"])) for each, e in ((raw, 2), (raw, 3), (alone, 2))
-    )
+    given = (raw, 2), (raw, 3), (alone, 2)
+    one, other, single = (task.batch(each, plan, Draws(1, epoch, each["id"])) for each, epoch in given)
 
     def both(a, b):
         part = tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
@@ -142,10 +141,8 @@ CARDS = [  # with the network that is advised on a CPU and on CUDA
 
 @pytest.mark.parametrize(("card", "small", "large"), CARDS)
 def test_advice_fits_machine_and_data_and_gives_every_number_a_reason(card, small, large):
-    for machine, expected in (
-        (Machine("cpu", "x", cores=2), small),
-        (Machine("cuda", "x", 40, cores=2, capability=(8, 0)), large),
-    ):
+    machines = Machine("cpu", "x", cores=2), Machine("cuda", "x", 40, cores=2, capability=(8, 0))
+    for machine, expected in zip(machines, (small, large), strict=True):
         advice = decide(TASKS[card.task], card, machine)
         assert all(advice.reasons.values())
         plan: Any = TASKS[card.task].Plan(**advice.plan.to_dict())

@@ -73,9 +73,8 @@ def test_what_is_asked_of_two_processes_reaches_both_at_the_same_step(pack, tmp_
     monkeypatch.setenv("CREW_STEP", "0.02")
     will("crash at its exit", rank=1, step=3)
     remotes, drawn = list[Remote](), list[str]()
-    monkeypatch.setattr(
-        sys.modules["nbtools.launch"], "Remote", lambda *given: remotes.append(Remote(*given)) or remotes[0]
-    )
+    launch = sys.modules["nbtools.launch"]
+    monkeypatch.setattr(launch, "Remote", lambda *given: remotes.append(Remote(*given)) or remotes[0])
     monkeypatch.setattr("nbtools.live.View.draw", lambda view, status="": drawn.append(status))
     nb.fit(toy, pack, toy.PLAN.replace(epochs=1), "run", **QUIET)  # in whose place the other starts
 

@@ -125,9 +125,8 @@ def test_a_language_model_helps(tmp_path):
     pack = pack_of(samples, tmp_path, task="hwdb", split="val", options={"height": 6}, **shape)
     lm = NGram.train(texts[:30], classes, 2)
     peaks = peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), np.arange(30, 60))
-    assert search(peaks, classes) == [
-        search(peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), [i]), classes)[0] for i in range(30, 60)
-    ]
+    alone = (peaks_of(Spelling(), pack, hwdb.Plan(amp="bf16"), [i]) for i in range(30, 60))
+    assert search(peaks, classes) == [search(each, classes)[0] for each in alone]
     plain, better = (hwdb.scores(texts[30:], search(peaks, classes, lm, 10, alpha))["cer"] for alpha in (0.0, 0.5))
     assert better < 0.7 * plain
 

@@ -82,13 +82,12 @@ def test_evaluate_save_and_what_limits_it_are_answered_and_change_nothing(pack, 
 
 
 def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_still_comes_once(pack, folder):
-    task = acting(
-        {
-            4: asking(folder, batch_size=7, lr="2e-3"),
-            9: asking(folder, amp="bf16", clip_norm=None, weight_decay=0.1),
-            12: asking(folder, batch_size=32, micro_batch_size=16),
-        }
-    )
+    actions = {
+        4: asking(folder, batch_size=7, lr="2e-3"),
+        9: asking(folder, amp="bf16", clip_norm=None, weight_decay=0.1),
+        12: asking(folder, batch_size=32, micro_batch_size=16),
+    }
+    task = acting(actions)
     run = nb.fit(task, pack, PLAN.replace(epochs=2, lr_rule="linear"), folder, **QUIET)
     by_step = {step: plan for step, plan, _ in task.seen}
     assert (by_step[4].batch_size, by_step[5].batch_size, by_step[5].lr) == (16, 7, 2e-3)
@@ -209,13 +208,9 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
     assert not busy(elsewhere)
     assert (run.plan.lr, run.plan.weight_decay) == (0.005, 0)
     text = capsys.readouterr().err
-    for message in (
-        "lr 0.01 → 0.005",
-        "larger than the train split",
-        "saved at step",
-        "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'",
-    ):
+    for message in ("lr 0.01 → 0.005", "larger than the train split", "saved at step"):
         assert message in text
+    assert "pause, resume, stop, evaluate, save, profile, best, undo, got 'stopp'" in text
     assert [row["asked"] for row in run.history.of("event") if "asked" in row] == ["save", "undo", "stop"]
     assert terminal.main(["control", str(elsewhere), "stop"]) == 1
     assert "no process on this machine is training it" in capsys.readouterr().err
