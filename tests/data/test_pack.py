@@ -266,9 +266,7 @@ def test_what_is_no_whole_pack_of_this_format_is_refused_in_a_sentence(place):
 
 
 @pytest.mark.parametrize("where", ["drive:packs/plain", "kept", "~/kept"])
-def test_a_kept_pack_is_one_tar_that_opens_without_decoding_and_is_written_anew_where_damaged(
-    place, monkeypatch, where
-):
+def test_a_kept_pack_is_a_tar_that_opens_without_decoding_and_is_made_anew_where_damaged(place, monkeypatch, where):
     monkeypatch.chdir(place)
     made = pack(vectors(place / "raw"))
     kept = made.keep(where)

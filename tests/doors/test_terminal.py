@@ -122,7 +122,7 @@ def test_a_table_is_packed_by_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("typed", "code", "sentence"),
+    ("typed", "code", "said"),
     [
         ("train toy --data {} --batch-size x", 1, "Plan.batch_size must be a whole number, got 'x'"),
         ("train toy --data {} --amp fp8", 1, "Plan.amp must be one of off, bf16, fp16, got 'fp8'"),
@@ -136,9 +136,7 @@ def test_a_table_is_packed_by_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
         ("train toy", 1, "name the data: --data SOURCE"),
     ],
 )
-def test_a_mistake_is_one_sentence_with_the_nearest_word_and_starts_nothing(
-    data, tmp_path, monkeypatch, capsys, typed, code, sentence
-):
+def test_a_mistake_is_a_sentence_with_a_near_word_and_no_run(data, tmp_path, monkeypatch, capsys, typed, code, said):
     monkeypatch.chdir(tmp_path)
     try:
         ended = main(typed.format(data).split())
@@ -146,7 +144,7 @@ def test_a_mistake_is_one_sentence_with_the_nearest_word_and_starts_nothing(
         ended = end.code
     out, err = capsys.readouterr()
     last = err.splitlines()[-1]
-    assert (ended, out, sentence in last, last.startswith("nbtools: ")) == (code, "", True, True)
+    assert (ended, out, said in last, last.startswith("nbtools: ")) == (code, "", True, True)
     assert not list(tmp_path.glob("runs/*/*"))
 
 

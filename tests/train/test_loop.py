@@ -198,9 +198,7 @@ def test_early_stop_and_plateau_follow_the_metric_and_count_evaluations(pack):
     assert lrs == pytest.approx([0.01] * 6 + [0.001] * 4 + [0.0001] * 2)
 
 
-def test_the_loop_lets_cudnn_tune_for_whole_batches_that_are_still_to_come_and_not_for_an_epochs_last(
-    pack, monkeypatch
-):
+def test_the_loop_lets_cudnn_tune_for_whole_batches_that_are_to_come_and_not_for_an_epochs_last(pack, monkeypatch):
     seen = []
     monkeypatch.setattr(sys.modules[train.__module__], "autotuning", lambda *of: seen.append(of[2]) or nullcontext())
     rows(TrainState(toy, pack, toy.PLAN.replace(epochs=2)), pack, "epoch")
