@@ -134,8 +134,6 @@ def augmented(name: str) -> Any:
 
 LEAN = ("captcha small", "captcha ctc", "sign transformer", "segment slim")
 """One network of each kind, for what takes several runs."""
-
-
 Pass = tuple[float, Tensor]
 """The mean loss and the gradient of one batch at fresh weights, without dropout."""
 

@@ -72,8 +72,7 @@ def xml(folder: Path, shapes: str, labels: str = "shirt shoe", place: str = 'nam
     named = "".join(f"<label><name>{name}</name><color>#00ff00</color></label>" for name in labels.split())
     text = (
         f'<?xml version="1.0" encoding="utf-8"?><annotations><version>1.1</version><meta><task><labels>{named}'
-        f'</labels></task></meta><image id="0" {place} width="{W}" height="{H}">{shapes}</image>'
-        "</annotations>"
+        f'</labels></task></meta><image id="0" {place} width="{W}" height="{H}">{shapes}</image></annotations>'
     )
     saved(folder / "annotations.xml", text)
     return folder

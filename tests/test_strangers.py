@@ -21,15 +21,13 @@ from torch.nn import functional as F
 import nbtools as nb
 from nbtools.errors import PackError, TrainError
 
+RNG = np.random.default_rng(0)
 plan = partial(nb.Plan, epochs=5, batch_size=16, lr=1e-2)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers(desk):
     RNG.bit_generator.state = np.random.default_rng(0).bit_generator.state
-
-
-RNG = np.random.default_rng(0)
 
 
 def picture(kind: int, size: tuple[int, int] = (40, 48)) -> Image.Image:

@@ -25,6 +25,7 @@ from nbtools.errors import PackError, TrainError
 from nbtools.tasks.captcha import Plan
 
 CPU = torch.device("cpu")
+SIZES = st.integers(1, 40)
 FEEDS = [Plan(), Plan(feed="streamed"), *(Plan(feed="workers", workers=n) for n in (0, 2))]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
@@ -41,9 +42,6 @@ def widths(count: int, seed: int = 0) -> np.ndarray:
     """Widths of text lines: most are long, last lines of a paragraph are any length."""
     rng = np.random.default_rng(seed)
     return np.where(rng.random(count) < 0.8, rng.normal(1200, 150, count), rng.uniform(80, 1200, count)).astype(int)
-
-
-SIZES = st.integers(1, 40)
 
 
 @given(st.integers(1, 300), st.booleans(), st.integers(0, 2**20), st.lists(st.tuples(SIZES, st.floats(0, 1))), SIZES)

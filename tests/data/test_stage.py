@@ -40,8 +40,6 @@ QUOTA = """<!DOCTYPE html><html><head><title>Google Drive – Kontingent</title>
 <p class="uc-error-subcaption">Zu viele Nutzer haben sie aufgerufen.</p></html>"""  # where German is preferred
 SIGN_IN = """<!doctype html><html lang=fr><title>Connexion</title><form action="https://accounts.google.com/v3/signin">
 <input type="email" name="identifier"></form></html>"""
-
-
 stage = partial(nb.stage, progress=False)
 
 

@@ -63,9 +63,8 @@ def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a
     def scalars(tag: str) -> list[tuple[int, float]]:
         return [(each.step, each.value) for each in reader.EventAccumulator(str(folder)).Reload().Scalars(tag)]
 
-    steps = {STEPS + 3: lambda: 1 / 0}
     with pytest.raises(ZeroDivisionError):
-        nb.fit(acting(steps), pack, PLAN, folder, log="tensorboard", **QUIET)
+        nb.fit(acting({STEPS + 3: lambda: 1 / 0}), pack, PLAN, folder, log="tensorboard", **QUIET)
     assert scalars("step/loss")[-1][0] > last_step(folder), "rows that the next start repeats"
     ruins = acting({4: asking(folder, force=True, lr=1000.0)})
     run = nb.fit(ruins, pack, PLAN, folder, log="tensorboard", **QUIET)

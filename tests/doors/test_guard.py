@@ -61,8 +61,7 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
     for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
         assert checkpoint.place(checkpoint.names(place)[0])[1] == 13
         copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")
-        again = nb.fit(toy, pack, None, copy, **QUIET)
-        assert same(again, slow)
+        assert same(nb.fit(toy, pack, None, copy, **QUIET), slow)
 
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
@@ -83,8 +82,7 @@ def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes
     assert "lower lr, in the panel or by plan.replace(lr=" in said
     assert "sample" not in said, "no sample is to blame"
     assert nb.Run.open(folder, toy).state == "diverged"
-    run = nb.fit(toy, pack, PLAN, folder, **QUIET)
-    assert same(run, untouched)
+    assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)
 
 
 def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(pack, folder, untouched):

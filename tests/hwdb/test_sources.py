@@ -99,8 +99,7 @@ def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
     lines = ["904-P1.dgrl#1", "905-P1.dgrl#1", "906-P1.dgrl#1"]
     assert sorted(made.bad["file"]) == ["901-P1.dgrl", "902-P1.dgrl", "903-P1.dgrl", *lines]
     assert all(all(row.values()) for row in made.bad.to_dict("records"))
-    whole = ["900-P1.dgrl#1", "900-P1.dgrl#2", "901-P1.dgrl#1", "904-P1.dgrl#2", "905-P1.dgrl#2"]
-    assert made.names == whole
+    assert made.names == ["900-P1.dgrl#1", "900-P1.dgrl#2", "901-P1.dgrl#1", "904-P1.dgrl#2", "905-P1.dgrl#2"]
 
 
 def test_the_older_format_is_read(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 from kernels import IPYKERNEL_6, LIMIT, STACKS, Client, over, parent, started
 
 EVENTS = 10
-
 TRAIN = """
 import os, signal, threading, time, ipywidgets
 from IPython.display import display

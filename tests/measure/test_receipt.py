@@ -144,8 +144,6 @@ GUIDES = {  # as the guides write them
     "segment guide-low-memory": "batch_size=64 micro_batch_size=32",
     "segment guide-extreme": "batch_size=128 workers=16 prefetch=4",
 }
-
-
 COLUMNS = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<f4", (2048,))}
 CLIPS = Card("sign", list("ab"), {}, COLUMNS, {"train": 9})
 

@@ -20,7 +20,6 @@ from nbtools.tasks import sign
 from tests.sign.test_clips_become_a_pack import clip, listed, packed
 
 pytestmark = pytest.mark.usefixtures("one_cache")
-
 KEYPOINTS, FEATURES, VALIDATION = "transformer_only", "iv3_gru_only", "test_15fps"
 
 

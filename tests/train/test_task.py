@@ -32,8 +32,6 @@ class Wide(Least):
 
 
 least, wide = Least(), Wide(3)
-
-
 module: Any = ModuleType("tests.least")  # with the two functions and no more
 module.model, module.loss = least.model, least.loss
 TASKS = {":Least": Least, ":least": least, ":wide": wide, "tests.toy": toy, "tests.least": module}
