@@ -1,7 +1,5 @@
 """Record and History: the rows of a run, in memory and as a CSV file that grows by one line per row."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -95,7 +93,7 @@ class History:
         """Return the rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
-    def frame(self, kind: str | None = None) -> pd.DataFrame:
+    def frame(self, kind: str | None = None) -> "pd.DataFrame":
         """Return the rows as a DataFrame; of a kind: with only the columns that they use."""
         import pandas as pd  # takes its time
 

@@ -66,7 +66,7 @@ class TrainState:
         if plan.graph and not self.built_in:
             raise TrainError("Plan.graph needs a built-in Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
-        self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.amp == "fp16")
         self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(self.model, self.device, use_buffers=True) if plan.ema else None
         self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
@@ -87,7 +87,6 @@ class TrainState:
             self.events.append("nbtools itself recomputes activations in its built-in networks only")
         self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
-        self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
@@ -128,7 +127,6 @@ class TrainState:
         """End or pause the loop."""
         self.watch.stop()
         self.capture_rng()
-        self.training = False
 
     def agree(self) -> Self:
         """Return the state, which on several ranks wants what rank 0 does, whose watcher may have changed it at any
@@ -176,7 +174,6 @@ class TrainState:
             self.cuda_rng = torch.cuda.get_rng_state(self.device)
 
     def restore_rng(self) -> None:
-        self.training = True
         torch.set_rng_state(self.rng)
         if self.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
@@ -193,14 +190,14 @@ class TrainState:
             "best": asdict(self.best),
             "recovery": {name: getattr(self, name) for name in RECOVERY},
             "stopped": self.stopped,
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "scaler": self.scaler.state_dict(),
             "groups": [{k: v for k, v in g.items() if type(v) in (int, float)} for g in self.optimizer.param_groups],
             "optimizer": {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)},
         }
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
-        if self.training:
+        if self.watch.since is not None:  # its loop runs, and torch's random state is the run's own
             self.capture_rng()
         parts = {"model": self.model.state_dict(), "ema": {} if self.ema is None else self.ema.state_dict()}
         parts["optimizer"] = self.moments()
@@ -230,7 +227,7 @@ class TrainState:
         self.best = Best(**facts["best"])
         self.forget_graphs()  # they update the moments that were there
         self.meter.load(facts["meter"], self.step, self.samples)
-        if self.scaler is not None and facts["scaler"]:
+        if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
@@ -280,7 +277,7 @@ def adopt(state: TrainState, new: Plan) -> None:
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+        state.scaler = torch.amp.GradScaler(state.device.type, enabled=new.amp == "fp16")
         state.unscaled = True
     state.forget_graphs()  # which compute by the plan of before
     follow(state.optimizer, new)
