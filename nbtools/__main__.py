@@ -61,9 +61,8 @@ def train(
             made = task.pack(task.demo(Path(name, "raw"), 48, **task.SMOKE), into=Path(name, "pack"), progress=False)
             plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
             tried = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
-            return (
-                f"It works: an epoch of demo data trained and saved; loaded, it has {nb.evaluate(tried, made, 'val')}"
-            )
+            scores = nb.evaluate(tried, made, "val")
+            return f"It works: an epoch of demo data trained and saved; loaded, it has {scores}"
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)
