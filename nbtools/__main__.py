@@ -147,13 +147,12 @@ def export(run: Path, path: Path, *, pack: Path | None = None) -> Any:
 
 OWN = (advise, train, evaluate, predict, runs, compare, watch, control, export)
 COMMANDS = {"gpus": measure.check, "stage": nb.stage, "cache": nb.cached, **{act.__name__: act for act in OWN}}
-HOOKS = {
+HOOKS = {  # commands that are functions of a task
     "demo": "Write a small data set in the task's raw format.",
     "pack": "Decode a data set once. SOURCE: anything that `stage` accepts, or a pack.",
     "validate": "Report what is wrong with a data set.",
     "features": "Make features of filmed clips with a pretrained network, and add them to the clips in INTO.",
 }
-"""Commands that are functions of a task."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,7 +217,7 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
         np.savez(file, facts=np.array(json.dumps(facts, default=vars)), **joined)
-    os.replace(part, path)
+    part.replace(path)
     return len(block)
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ class Record:
 class History:
     """The rows of a run as dicts and, given a path, in a CSV file, which only `append` and `cut` write."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None):
+    def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)

@@ -18,7 +18,7 @@ from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter
-from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, follow
+from nbtools.train.optimizer import build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, as_task, bind, build, order
@@ -78,7 +78,6 @@ class TrainState:
         self.micro = plan.micro_batch_size  # samples a forward pass: fewer than the plan's after an out-of-memory
         self.careful_until = self.skipped = 0  # each step before this one is checked before it counts; steps left out
         self.meter = Meter(self.device)
-        self.watch = self.meter.watch
         self.events: list[str] = []  # messages for the next yield
         own = {"warmup_epochs": self.schedule is not None, "weight_decay": not self.built_in}
         for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
@@ -121,11 +120,11 @@ class TrainState:
             self.ranks.broadcast((self.applied.to_dict(), tensors, self.facts()))
         self.restore_rng()
         self.forget_graphs()  # which have what was changed meanwhile as it was
-        self.watch.start()
+        self.meter.watch.start()
 
     def end(self) -> None:
         """End or pause the loop."""
-        self.watch.stop()
+        self.meter.watch.stop()
         self.capture_rng()
 
     def agree(self) -> Self:
@@ -197,7 +196,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
-        if self.watch.since is not None:  # its loop runs, and torch's random state is the run's own
+        if self.meter.watch.since is not None:  # its loop runs, and torch's random state is the run's own
             self.capture_rng()
         parts = {"model": self.model.state_dict(), "ema": {} if self.ema is None else self.ema.state_dict()}
         parts["optimizer"] = self.moments()
@@ -245,7 +244,7 @@ class TrainState:
                     raise CheckpointError(f"the optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
             fresh += [] if states[place] else [name]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-        allocate(optimizer, self.applied)
+        follow(optimizer, self.applied)
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without saved optimizer state: {', '.join(fresh[:3])}{more}")

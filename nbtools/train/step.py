@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,7 +228,7 @@ def release(state: TrainState) -> None:
     give_back()
 
 
-def not_finite(named: Iterable[tuple[str, Any]]) -> str:
+def not_finite(named: Iterable[tuple[str, object]]) -> str:
     """Return the first name whose tensor has a number that is not finite; "" if none has."""
     floats = ((name, x) for name, x in named if isinstance(x, Tensor) and x.is_floating_point())
     return next((name for name, tensor in floats if not torch.isfinite(tensor).all()), "")
