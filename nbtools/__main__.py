@@ -61,9 +61,8 @@ def train(
             made = task.pack(task.demo(Path(name, "raw"), 48, **task.SMOKE), into=Path(name, "pack"), progress=False)
             plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
             tried = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
-            return (
-                f"It works: an epoch of demo data trained and saved; loaded, it has {nb.evaluate(tried, made, 'val')}"
-            )
+            scores = nb.evaluate(tried, made, "val")
+            return f"It works: an epoch of demo data trained and saved; loaded, it has {scores}"
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)
@@ -148,13 +147,12 @@ def export(run: Path, path: Path, *, pack: Path | None = None) -> Any:
 
 OWN = (advise, train, evaluate, predict, runs, compare, watch, control, export)
 COMMANDS = {"gpus": measure.check, "stage": nb.stage, "cache": nb.cached, **{act.__name__: act for act in OWN}}
-HOOKS = {
+HOOKS = {  # commands that are functions of a task
     "demo": "Write a small data set in the task's raw format.",
     "pack": "Decode a data set once. SOURCE: anything that `stage` accepts, or a pack.",
     "validate": "Report what is wrong with a data set.",
     "features": "Make features of filmed clips with a pretrained network, and add them to the clips in INTO.",
 }
-"""Commands that are functions of a task."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

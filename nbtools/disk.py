@@ -21,13 +21,6 @@ AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives
 MOUNTS = Path("/proc/self/mounts")  # Linux
 
 
-def write(file, data: bytes | bytearray | memoryview) -> None:
-    """Write all of it: an unbuffered file may take only a part, and report a full disk at the next call."""
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
 def sync_path(path: Path) -> None:
     """Make the content of a file, or the names in a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)

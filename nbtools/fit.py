@@ -230,13 +230,13 @@ def act(job: Job, guard: Guard) -> bool:
             return True
         if requests.take("profile"):
             surface.measure()
-            with state.watch.paused(), optional("not measured", surface):
+            with state.meter.watch.paused(), optional("not measured", surface):
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):
             state.evaluate_next = surface.looking = not state.over
         if guard.ask() or not requests.paused or surface.looking or requests.pending:
             return False
-        with state.watch.paused():
+        with state.meter.watch.paused():
             surface.hold()
             surface.listen()
 
@@ -248,7 +248,7 @@ def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
         surface.report(f"{state.stopped}; to continue, set more epochs")
     if receipt and not surface.requests.stop and not path.exists():
         with optional("no receipt", surface), work("measuring the receipt", surface.progress):
-            made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.watch.wall)
+            made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.meter.watch.wall)
             own = {"samples": made.samples // state.ranks.world, "cold_start": cold_start}
             disk.write_atomic(path, json.dumps({**made.to_dict(), **own}, indent=1))
             diagnose(job, surface.report)
@@ -281,7 +281,7 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure where the time of a step of this run goes, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     kept = [*([] if state.over else train.fixed_settings(plan)), *["batch_size"] * (state.ranks.world > 1)]
-    verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.watch.wall)
+    verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.meter.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence
         surface.panel.propose(f"Faster: {verdict.best}" if state.over else verdict.sentence, verdict.change)

@@ -1,6 +1,5 @@
 """What training leaves behind: a run with its scores, network and answers; several in a table, or side by side."""
 
-import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, live, show, train
-from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, items_of, local, retry, say
+from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, digest, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
@@ -307,9 +306,8 @@ def busy(folder: Path) -> bool:
 
 def lock(folder: Path) -> AbstractContextManager[None]:
     """Return the lock of whoever trains in a run folder, which raises TrainError where another process does."""
-    key = hashlib.blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8).hexdigest()
     busy = TrainError(f"{folder}: another process is training this run; stop it, or name another run folder")
-    return disk.lock(cache() / "locks" / f"run-{key}.lock", busy)
+    return disk.lock(cache() / "locks" / f"run-{digest(str(folder.resolve()))}.lock", busy)
 
 
 def runs(folder: str | Path = "runs") -> "pd.DataFrame":

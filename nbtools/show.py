@@ -50,7 +50,7 @@ class Report(Table):
 
 
 def restore(kind: Any, value: Any) -> Any:
-    """Return a value read from JSON as the type that a field declares: dataclasses and tuples are built again."""
+    """Return a value read from JSON as the type that a field declares: dataclasses, tuples and dicts are made again."""
     parts = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         hints = typing.get_type_hints(kind)
@@ -58,6 +58,8 @@ def restore(kind: Any, value: Any) -> Any:
         return made(**{name: restore(hints[name], each) for name, each in value.items() if name in hints})
     if typing.get_origin(kind) in (types.UnionType, typing.Union) and value is not None:
         return restore(next(part for part in parts if part is not types.NoneType), value)
+    if typing.get_origin(kind) is dict and value is not None:
+        return {name: restore(parts[1], each) for name, each in value.items()}
     if typing.get_origin(kind) is tuple and parts and value is not None:
         kinds = repeat(parts[0]) if parts[-1] is Ellipsis else parts
         return tuple(restore(each, item) for each, item in zip(kinds, value, strict=False))

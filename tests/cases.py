@@ -148,11 +148,11 @@ def one_pass(
         without_dropout(state.model)
         for p in state.parameters if rounded else ():
             p.data.copy_(p.data.to(rounded))
-        if state.scaler is not None:
+        if state.scaler.is_enabled():
             state.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
         total, count = gradients(state, on(device, gather(pack, pack.ids("train")[:BATCH])), BATCH)
         gradient = torch.cat([p.grad.flatten() for p in state.parameters if p.grad is not None]).double()
-        return float(total) / float(count), gradient / (1.0 if state.scaler is None else SCALE)
+        return float(total) / float(count), gradient / state.scaler.get_scale()
 
 
 def apart(a: Pass, b: Pass) -> tuple[float, float]:

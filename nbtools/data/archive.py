@@ -93,13 +93,13 @@ def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> No
     """Create a file with the bytes of an entry, as many as announced."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        file = open(target, "xb", 0)  # noqa: SIM115
+        file = open(target, "xb")  # noqa: SIM115
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
         raise ArchiveError("has the name of another entry. Rename one") from None
     with file:
         stream, rest = entry.open(), entry.size
         while rest and (data := stream.read(min(disk.PIECE, rest))):
-            disk.write(file, data)
+            file.write(data)
             progress(len(data))
             rest -= len(data)
     if rest:

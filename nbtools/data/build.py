@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import hashlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +24,11 @@ from nbtools import disk
 from nbtools.data import splits
 from nbtools.data.fetch import cache, files_in
 from nbtools.data.forms import DAMAGED
-from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, columns_of, is_pack
+from nbtools.data.pack import FORMAT, MANIFEST, Card, Column, Pack, Sample, class_names, is_pack
 from nbtools.data.progress import bar, say, side_by_side
 from nbtools.data.stage import digest, lock, stage, unfinished
 from nbtools.errors import PackError
-from nbtools.show import plural
+from nbtools.show import plural, restore
 
 Options = Mapping[str, Any]
 Reader = Callable[[Path, Options], Sample]
@@ -218,7 +217,7 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
         np.savez(file, facts=np.array(json.dumps(facts, default=vars)), **joined)
-    os.replace(part, path)
+    part.replace(path)
     return len(block)
 
 
@@ -248,7 +247,8 @@ def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]
     joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
     filled, columns = [(path, facts) for path, facts in zip(blocks, every, strict=True) if facts["kept"]], None
     for _, facts in filled:
-        columns = require_alike(survey.entries[facts["kept"][0]].name, columns_of(facts["columns"]), columns)
+        own = restore(dict[str, Column], facts["columns"])
+        columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns)
     joined["columns"] = columns = columns or {}
     ragged = [name for name, column in columns.items() if column.kind == "ragged"]
     reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}

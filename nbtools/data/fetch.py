@@ -196,7 +196,7 @@ class File:
                         yield data
                     stat = self.place.stat()
             except FileNotFoundError:  # without its mount nothing is there
-                raise away("no longer there") from None
+                raise TimeoutError(errno.ETIMEDOUT, "no longer there") from None
             same = (stat.st_size, self.version and stat.st_mtime_ns) == (self.size, self.version)
         elif start != self.size:  # a server refuses a range behind the end
             with connect(self.place, start) as response:
@@ -207,11 +207,6 @@ class File:
                     skip = max(0, skip - len(data))
         if not same:
             raise StageError(f"{self.place}: it changed while it was copied. Run it again.")
-
-
-def away(reason: str) -> OSError:
-    """Return the error of what stopped responding, which `retry` tries again."""
-    return OSError(errno.ETIMEDOUT, reason)
 
 
 def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, progress: bool, times: int = 1) -> None:
@@ -234,17 +229,17 @@ def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, pr
 
 def fetch(remote: File, part: Path, progress: Callable[[int], object]) -> None:
     """Append to `part` what it lacks of a file. progress: called with the number of bytes that came."""
-    with open(part, "ab", buffering=0) as file:
+    with open(part, "ab") as file:
         if file.tell() > (remote.size or 0):
             file.truncate(0)
         progress(file.seek(0, os.SEEK_END))
 
         def append() -> None:
             for data in remote.pieces(file.tell()):
-                disk.write(file, data)
+                file.write(data)
                 progress(len(data))
             if remote.size not in (None, file.tell()):
-                raise away(f"it ended after {file.tell()} of {remote.size} bytes")
+                raise TimeoutError(errno.ETIMEDOUT, f"it ended after {file.tell()} of {remote.size} bytes")
 
         try:
             retry(append, Path(remote.place), file.tell)
@@ -287,8 +282,8 @@ def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
 
 @contextmanager
 def connect(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
-    """Yield a server's answer, from a byte on. Raises OSError of `away` for trouble of the moment, StageError for a
-    wrong address and without permission."""
+    """Yield a server's answer, from a byte on. Raises TimeoutError for trouble of the moment, which `retry` tries
+    again, StageError for a wrong address and without permission."""
     headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         with OPENER.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
@@ -296,12 +291,13 @@ def connect(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
     except urllib.error.HTTPError as error:
         status, why = f"HTTP {error.code} {error.reason}", f"check the address; {SHARE}"
         if error.code == 429 or error.code >= 500:
-            raise away(status) from None
+            raise TimeoutError(errno.ETIMEDOUT, status) from None
         if error.code in (401, 403):
             why = about_page(error.read().decode("utf-8", "replace"), forbidden=True)
         raise StageError(f"{url}: {status}: {why}.", entry=PAGE) from None
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-        raise away(str(getattr(error, "reason", error)) or type(error).__name__) from None
+        reason = str(getattr(error, "reason", error)) or type(error).__name__
+        raise TimeoutError(errno.ETIMEDOUT, reason) from None
 
 
 def about_page(page: str, forbidden: bool = False) -> str:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,7 +87,7 @@ class Items:
     item looked at.
     """
 
-    def __init__(self, parts: list[Part], groups: Any, options: SimpleNamespace):
+    def __init__(self, parts: list[Part], groups: Any, options: Any):
         self.parts, self.options = parts, options
         self.places = [(k, i) for k, (_, part, _) in enumerate(parts) for i in range(len(part))]
         self.names = [name for _, _, names in parts for name in names]

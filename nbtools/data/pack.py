@@ -71,7 +71,7 @@ class Card:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{**values, "columns": columns_of(values["columns"])})
+        return show.restore(cls, values)
 
 
 @dataclass(frozen=True)
@@ -275,11 +275,6 @@ class Pack(show.Table):
             ("size", show.size(self.bytes)),
             ("folder", str(self.folder)),
         ]
-
-
-def columns_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Column]:
-    """Return columns as JSON keeps them."""
-    return {name: Column(c["kind"], c["dtype"], tuple(c["shape"])) for name, c in values.items()}
 
 
 def class_names(ids: np.ndarray, classes: Sequence[str]) -> list[str]:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from statistics import mode
 from typing import Any
 
-import numpy as np
-
 from nbtools.errors import PackError
 from nbtools.show import plural
 
@@ -71,7 +69,7 @@ def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = No
     for label in classes:
         middles.append((before[label] + 0.5) / sizes[label])
         before[label] += 1
-    return [units[k] for k in np.argsort(middles, kind="stable")] if labels is not None else units
+    return [units[k] for k in sorted(range(len(middles)), key=middles.__getitem__)] if labels is not None else units
 
 
 def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable[str]) -> list[str]:

@@ -148,8 +148,7 @@ def differentiate(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tens
     loss, state, dtype = 0.0, stepper.state, meter.sum_dtype(stepper.device)
     gradient = torch.zeros((), dtype=dtype, device=stepper.device)
     torch.manual_seed(state.applied.seed)
-    if state.scaler is not None:  # the gradients of these weights may be larger than those of the first
-        state.scaler.update(state.scaler.get_scale() / FP16_ROOM)
+    state.scaler.update(state.scaler.get_scale() / FP16_ROOM)  # later weights may have larger gradients than the first
     for raw in batches:
         stepper.clock()
         total, count = gradients(state, raw, len(raw["id"]))

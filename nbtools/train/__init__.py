@@ -12,7 +12,6 @@ from nbtools.train.meter import Diverged
 from nbtools.train.optimizer import OPTIMIZERS
 from nbtools.train.own import classify, regress
 from nbtools.train.plan import (
-    AT_START,
     Plan,
     doubts,
     fixed_settings,

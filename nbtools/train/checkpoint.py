@@ -147,13 +147,6 @@ def newest(folder: Path) -> Checkpoint:
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
 
 
-def load(folder: Path, state: TrainState) -> Checkpoint:
-    """Load the newest intact checkpoint into the state."""
-    taken = newest(folder)
-    state.load(taken.tensors, taken.facts["state"])
-    return taken
-
-
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
     best = read_index(folder).get("best")

@@ -27,8 +27,7 @@ BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average preci
 FEW = 8  # numbers of an answer that are shown
 PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
 SURE = 0.5  # probability above which a label is answered
-STRENGTHS = {"crop": 1 / 8, "flip": 0.5, "colour": 0.3}
-"""Augmentation → its strength where none is given, in the order in which they are applied."""
+STRENGTHS = {"crop": 1 / 8, "flip": 0.5, "colour": 0.3}  # where none is given, in the order in which they are applied
 
 
 def packed_dataset(card: Card | None) -> bool:

@@ -1,10 +1,7 @@
 """Record and History: the rows of a run, in memory and as a CSV file that grows by one line per row."""
 
-from __future__ import annotations
-
 import csv
 import io
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +35,7 @@ class Record:
 class History:
     """The rows of a run as dicts and, given a path, in a CSV file, which only `append` and `cut` write."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None):
+    def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
         self.rows: list[dict[str, Any]] = []
         self.columns: list[str] = list(KEYS)
@@ -95,7 +92,7 @@ class History:
         """Return the rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
-    def frame(self, kind: str | None = None) -> pd.DataFrame:
+    def frame(self, kind: str | None = None) -> "pd.DataFrame":
         """Return the rows as a DataFrame; of a kind: with only the columns that they use."""
         import pandas as pd  # takes its time
 

@@ -105,9 +105,9 @@ class Meter:
         self.count = self.count + count
         self.watch.spans.append([begin, got, self.watch.mark()])
 
-    def log(self, record: Record, scaler: torch.amp.GradScaler | None) -> None:
+    def log(self, record: Record, scaler: torch.amp.GradScaler) -> None:
         """Send the values of a log step to the host. record: its row so far."""
-        scale: Any = math.inf if scaler is None else scaler._scale  # on the device: `get_scale` would wait for it
+        scale: Any = scaler._scale if scaler.is_enabled() else math.inf  # on the device: `get_scale` would wait for it
         self.send(self.loss, self.count, scale)
         self.pending, self.watch.spans = (record, self.watch.spans), []
 
@@ -137,10 +137,9 @@ class Meter:
         if scale < LEAST_SCALE:
             what = f"gradients overflow in every step, even at a loss scale of {scale:.0e}"
             raise Diverged(f"{what}, so every step is skipped", steps, "amp")
-        loss = mean("loss", total - self.logged[0], count - self.logged[1])
-        self.logged = total, count
-        values = {**loss, **speed(record.samples - samples, *times), **record.values, "wall": self.watch.wall}
-        return [replace(record, values=values)]
+        (total_before, count_before), self.logged = self.logged, (total, count)
+        made = averages("loss", total - total_before, count - count_before, record.samples - samples, times)
+        return [replace(record, values={**made, **record.values, "wall": self.watch.wall})]
 
     def timed(self, spans: Spans) -> tuple[float, float]:
         """Add the times of steps to the epoch's, and return them."""
@@ -151,9 +150,9 @@ class Meter:
     def epoch(self, samples: int) -> dict[str, Any]:
         """Return loss, speed and memory of an epoch of so many samples, and begin the next one. Waits."""
         self.timed(self.watch.spans)
-        loss = mean("train_loss", float(self.loss), float(self.count))
-        times = {"epoch_time": self.seconds, "wall": self.watch.wall}
-        values = {**loss, **speed(samples, self.seconds, self.waited), **times}
+        times = self.seconds, self.waited
+        values = averages("train_loss", float(self.loss), float(self.count), samples, times)
+        values |= {"epoch_time": self.seconds, "wall": self.watch.wall}
         if self.device.type == "cuda":
             values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -176,15 +175,12 @@ class Meter:
         self.watch.spans, self.watch.before = [], max(self.watch.before, facts["wall"])
 
 
-def speed(samples: int, seconds: float, waited: float) -> dict[str, float]:
-    """Return samples_per_s, and the share of the time in which the device waited for data."""
-    seconds = max(seconds, 1e-9)
-    return {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
-
-
-def mean(name: str, total: float, count: float) -> dict[str, float]:
-    """Return {name: total / count}; {} where no step counted: a loss of 0 would be the best of all."""
-    return {name: total / count} if count else {}
+def averages(loss: str, total: float, count: float, samples: int, times: tuple[float, float]) -> dict[str, float]:
+    """Return the mean loss under its name, none where no step counted: 0 would be the best of all; samples_per_s; and
+    the share of the time in which the device waited for data. times: seconds in all, and of them waiting."""
+    seconds, waited = max(times[0], 1e-9), times[1]
+    speed = {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
+    return {loss: total / count, **speed} if count else speed
 
 
 def put(tensor: Tensor, *numbers: Tensor | float) -> None:

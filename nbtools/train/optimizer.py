@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from nbtools.show import plural
 class Rule:
     """An update rule."""
 
-    kind: type[Optimizer]
+    kind: Callable[..., Optimizer]
     settings: Callable[[Any], dict[str, Any]]  # those of a plan that may change while it trains
     buffers: tuple[str, ...]  # kept for each parameter, of its shape; `step` is a count
     lr_rule: tuple[str, str]  # what advice makes of lr for another batch size (`Plan.lr_rule`), and its source
@@ -26,12 +27,11 @@ class Rule:
 
 
 MOMENTS, SQRT, LINEAR = ("step", "exp_avg", "exp_avg_sq"), ("sqrt", "arXiv 2205.10287"), ("linear", "arXiv 1706.02677")
-OPTIMIZERS = {
+OPTIMIZERS = {  # the choices of `Plan.optimizer`
     "adamw": Rule(AdamW, lambda plan: {"betas": plan.betas, "eps": plan.eps}, MOMENTS, SQRT, 2e-3),
     "adam": Rule(Adam, lambda plan: {"betas": plan.betas, "eps": plan.eps}, MOMENTS, SQRT, 2e-3),
     "sgd": Rule(SGD, lambda plan: {"momentum": plan.betas[0]}, ("momentum_buffer",), LINEAR, 0.025),
 }
-"""The choices of `Plan.optimizer`."""
 
 
 def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
@@ -76,11 +76,9 @@ def build_schedule(task: Any, plan: Any) -> Any:
 
 def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
     """Return the table's optimizer in its fused form: 4 kernels a step and group instead of hundreds."""
-    fused: Any = {"lr": plan.lr, "fused": True}
-    optimizer = OPTIMIZERS[plan.optimizer].kind(groups, **fused)
+    optimizer = OPTIMIZERS[plan.optimizer].kind(groups, lr=plan.lr, fused=True)
     vars(optimizer)["built_in"] = True  # of the table: weight decay and betas are the plan's
     follow(optimizer, plan)
-    allocate(optimizer, plan)
     if plan.graph:
         for group in optimizer.param_groups:  # lr where a recorded step reads it, in the dtype that CUDA's kernels take
             lr = torch.tensor(plan.lr, dtype=torch.float32, device=group["params"][0].device)
@@ -90,17 +88,13 @@ def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
 
 
 def follow(optimizer: Optimizer, plan: Any) -> None:
-    """Take over a plan's weight decay and betas; lr is set in every step. A custom optimizer keeps its settings."""
+    """Take over a plan's weight decay and betas; lr is set in every step. A custom optimizer keeps its settings. Make
+    the buffers that torch would make in the first step, where memory could run out between two of them. Fused SGD
+    besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
+    rule = OPTIMIZERS[plan.optimizer]
     for group in optimizer.param_groups if hasattr(optimizer, "built_in") else ():
-        group["weight_decay"] = plan.weight_decay if group["decays"] else 0.0
-        group.update(OPTIMIZERS[plan.optimizer].settings(plan))
-
-
-def allocate(optimizer: Optimizer, plan: Any) -> None:
-    """Make the buffers that torch would make in the first step, where memory could run out between two of them. Fused
-    SGD besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
-    for parameter in (p for group in optimizer.param_groups if hasattr(optimizer, "built_in") for p in group["params"]):
-        for name in OPTIMIZERS[plan.optimizer].buffers:
+        group.update(rule.settings(plan), weight_decay=plan.weight_decay if group["decays"] else 0.0)
+        for parameter, name in product(group["params"], rule.buffers):
             if name not in optimizer.state[parameter]:
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # whatever torch's default is
                 optimizer.state[parameter][name] = step if name == "step" else torch.zeros_like(parameter)

@@ -24,7 +24,6 @@ FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "determinist
 AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "graph")
 """Settings that may change when a run is resumed, not while it trains."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
-PLATEAU_FACTOR = 0.1
 ELSEWHERE = {"amp": "precision fp16 bf16", "betas": "momentum", "run": "output_dir out", "processes": "gpus devices"}
 ELSEWHERE |= {"lr": "learning_rate", "weight_decay": "wd", "batch_size": "bs"}  # setting → its names elsewhere
 MANY = 3  # more settings than this, changed at once, must be confirmed in a started run
@@ -257,10 +256,9 @@ def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], fl
         return plan.lr * progress / plan.warmup_epochs
     if plan.schedule == "constant":
         return plan.lr
-    if plan.schedule == "plateau":
-        return max(plan.min_lr, plan.lr * PLATEAU_FACTOR**drops)
-    if plan.schedule == "step":  # at a third and two thirds of the epochs: hctr's of 90 at 30 and 60
-        return max(plan.min_lr, plan.lr * 0.1 ** min(int(3 * progress / plan.epochs), 2))
+    if plan.schedule in ("plateau", "step"):  # step: at a third and two thirds of the epochs, hctr's of 90 at 30 and 60
+        drops = drops if plan.schedule == "plateau" else min(int(3 * progress / plan.epochs), 2)
+        return max(plan.min_lr, plan.lr * 0.1**drops)
     t = min(1.0, (progress - plan.warmup_epochs) / max(plan.epochs - plan.warmup_epochs, 1e-9))
     fall = (1 + math.cos(math.pi * t)) / 2 if plan.schedule == "cosine" else (1 - t) ** POLY_POWER
     return plan.min_lr + (plan.lr - plan.min_lr) * fall
@@ -292,20 +290,19 @@ def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
         require_batch(plan, count)
 
 
-def fixed_settings(plan: Plan) -> dict[str, str]:
-    """Return the settings that a run cannot change while it trains, each with the reason."""
+def fixed_settings(plan: Plan, resumed: bool = False) -> dict[str, str]:
+    """Return the settings that a run cannot change while it trains, or when it is resumed, each with the reason."""
     basic = Plan.__dataclass_fields__
     own = [f.name for f in dataclasses.fields(plan) if f.name not in basic and not f.metadata["live"]]
-    return {
-        **dict.fromkeys((*FIXED, *own), "fixed in a started run: its model and optimizer depend on it"),
-        **dict.fromkeys(AT_START, "fixed while it trains: it takes effect at the start; stop, change it, and resume"),
-    }
+    at_start = "fixed while it trains: it takes effect at the start; stop, change it, and resume"
+    always = dict.fromkeys((*FIXED, *own), "fixed in a started run: its model and optimizer depend on it")
+    return always if resumed else {**always, **dict.fromkeys(AT_START, at_start)}
 
 
 def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
     """Raise TrainError for a setting that a run cannot change. resumed: those of AT_START may differ."""
-    for name in fixed_settings(plan):
-        if name in differing and not (resumed and name in AT_START):
+    for name in fixed_settings(plan, resumed):
+        if name in differing:
             rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
             raise TrainError(f"{rule}; keep the value, or use another run folder")
 

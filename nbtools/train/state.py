@@ -18,7 +18,7 @@ from nbtools.train import device as devices
 from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter
-from nbtools.train.optimizer import allocate, build_optimizer, build_schedule, follow
+from nbtools.train.optimizer import build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, as_task, bind, build, order
@@ -66,7 +66,7 @@ class TrainState:
         if plan.graph and not self.built_in:
             raise TrainError("Plan.graph needs a built-in Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
-        self.scaler = torch.amp.GradScaler(self.device.type) if plan.amp == "fp16" else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.amp == "fp16")
         self.unscaled = True  # whether fp16 still has to find its scale
         self.ema = AveragedModel(self.model, self.device, use_buffers=True) if plan.ema else None
         self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
@@ -78,7 +78,6 @@ class TrainState:
         self.micro = plan.micro_batch_size  # samples a forward pass: fewer than the plan's after an out-of-memory
         self.careful_until = self.skipped = 0  # each step before this one is checked before it counts; steps left out
         self.meter = Meter(self.device)
-        self.watch = self.meter.watch
         self.events: list[str] = []  # messages for the next yield
         own = {"warmup_epochs": self.schedule is not None, "weight_decay": not self.built_in}
         for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
@@ -87,7 +86,6 @@ class TrainState:
             self.events.append("nbtools itself recomputes activations in its built-in networks only")
         self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
-        self.training = False  # whether torch's random state is the run's own, as it is while its loop runs
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
@@ -122,13 +120,12 @@ class TrainState:
             self.ranks.broadcast((self.applied.to_dict(), tensors, self.facts()))
         self.restore_rng()
         self.forget_graphs()  # which have what was changed meanwhile as it was
-        self.watch.start()
+        self.meter.watch.start()
 
     def end(self) -> None:
         """End or pause the loop."""
-        self.watch.stop()
+        self.meter.watch.stop()
         self.capture_rng()
-        self.training = False
 
     def agree(self) -> Self:
         """Return the state, which on several ranks wants what rank 0 does, whose watcher may have changed it at any
@@ -176,7 +173,6 @@ class TrainState:
             self.cuda_rng = torch.cuda.get_rng_state(self.device)
 
     def restore_rng(self) -> None:
-        self.training = True
         torch.set_rng_state(self.rng)
         if self.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
@@ -193,14 +189,14 @@ class TrainState:
             "best": asdict(self.best),
             "recovery": {name: getattr(self, name) for name in RECOVERY},
             "stopped": self.stopped,
-            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "scaler": self.scaler.state_dict(),
             "groups": [{k: v for k, v in g.items() if type(v) in (int, float)} for g in self.optimizer.param_groups],
             "optimizer": {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)},
         }
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by name: model., ema., optimizer.<parameter>.<name>, and the random states."""
-        if self.training:
+        if self.meter.watch.since is not None:  # its loop runs, and torch's random state is the run's own
             self.capture_rng()
         parts = {"model": self.model.state_dict(), "ema": {} if self.ema is None else self.ema.state_dict()}
         parts["optimizer"] = self.moments()
@@ -230,7 +226,7 @@ class TrainState:
         self.best = Best(**facts["best"])
         self.forget_graphs()  # they update the moments that were there
         self.meter.load(facts["meter"], self.step, self.samples)
-        if self.scaler is not None and facts["scaler"]:
+        if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
 
@@ -248,7 +244,7 @@ class TrainState:
                     raise CheckpointError(f"the optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
             fresh += [] if states[place] else [name]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
-        allocate(optimizer, self.applied)
+        follow(optimizer, self.applied)
         if fresh and saved:
             more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
             self.events.append(f"newly trained, without saved optimizer state: {', '.join(fresh[:3])}{more}")
@@ -280,7 +276,7 @@ def adopt(state: TrainState, new: Plan) -> None:
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler = torch.amp.GradScaler(state.device.type) if new.amp == "fp16" else None
+        state.scaler = torch.amp.GradScaler(state.device.type, enabled=new.amp == "fp16")
         state.unscaled = True
     state.forget_graphs()  # which compute by the plan of before
     follow(state.optimizer, new)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +64,12 @@ def train_step(state: TrainState, raw: Batch, size: int | None = None, halves: b
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
     differentiate = partial(gradients_in_memory if halves else gradients, state, raw, size)
-    if state.scaler is not None and state.unscaled:
+    if state.scaler.is_enabled() and state.unscaled:
         sums, state.unscaled = find_scale(state.scaler, state.parameters, differentiate), False
     else:
         sums = differentiate()
     if careful:
-        named = state.model.named_parameters() if state.scaler is None else ()  # fp16's scaler skips by itself
+        named = () if state.scaler.is_enabled() else state.model.named_parameters()  # fp16's scaler skips by itself
         if lost := not_finite([("loss", sums[0]), *((f"gradient of {name}", p.grad) for name, p in named)]):
             return leave_out(state, raw, size, buffers, lost)
     update(state)
@@ -125,15 +124,14 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
 
 def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
     """Draw, forward and backward a micro-batch: add the gradient of sum / denominator (None: its own count)."""
-    task, plan, scaler = state.task, state.applied, state.scaler
+    task, plan = state.task, state.applied
     batch = task.batch(raw, plan, Draws(plan.seed, state.epoch, raw["id"], state.keys))
     if plan.channels_last:
         images = {k: v for k, v in batch.items() if getattr(v, "ndim", 0) == 4}  # not a number, such as of mixup
         batch = {**batch, **{k: v.contiguous(memory_format=torch.channels_last) for k, v in images.items()}}
     with autocast(plan, state.device):
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
-    loss = loss_sum / denominator_of(denominator or count)
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    state.scaler.scale(loss_sum / denominator_of(denominator or count)).backward()  # which only fp16 scales
     return loss_sum.detach(), count
 
 
@@ -143,14 +141,10 @@ def update(state: TrainState) -> None:
     if not state.step and (idle := [name for p, name in state.names.items() if p.grad is None]):
         state.events.append(f"no gradient reaches {', '.join(idle[:3])}: no output that the loss reads depends on it")
     if plan.clip_norm is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(state.parameters, plan.clip_norm)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    scaler.step(optimizer)
+    scaler.update()
     if state.ema is not None:
         average(state, state.ema.module)
 
@@ -234,7 +228,7 @@ def release(state: TrainState) -> None:
     give_back()
 
 
-def not_finite(named: Iterable[tuple[str, Any]]) -> str:
+def not_finite(named: Iterable[tuple[str, object]]) -> str:
     """Return the first name whose tensor has a number that is not finite; "" if none has."""
     floats = ((name, x) for name, x in named if isinstance(x, Tensor) and x.is_floating_point())
     return next((name for name, tensor in floats if not torch.isfinite(tensor).all()), "")

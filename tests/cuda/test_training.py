@@ -181,7 +181,7 @@ def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, wat
         if record.kind == "epoch":
             if not dry:
                 torch.cuda.synchronize(device)
-            now, wall = time.perf_counter(), state.watch.wall
+            now, wall = time.perf_counter(), state.meter.watch.wall
             if since is not None:
                 walls.append(now - since[0])
                 kept.append(wall - since[1])

@@ -81,7 +81,7 @@ def test_first_steps_are_a_figure_of_their_own_and_the_rest_agrees_with_a_runs_r
     assert timing.cold_s == pytest.approx(1.5)
     assert timing.step_s == pytest.approx(0.05 + 0.001 * batch, rel=0.1)  # an epoch ends with a smaller batch
     state = nb.TrainState(job, pack, plan, "cpu")
-    state.watch.clock = job.clock
+    state.meter.watch.clock = job.clock
     [row] = [each for each in nb.train(job, state, pack) if each.kind == "epoch"]
     assert timing.samples_per_s == pytest.approx(row.values["samples_per_s"], rel=0.05)
 

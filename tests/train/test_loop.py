@@ -245,7 +245,7 @@ def test_settings_changed_while_it_trains_act_at_the_next_step_and_leave_a_row(p
         assert lrs
         assert all(each == pytest.approx(expected) for each in lrs)
     assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.1, 0.0]
-    assert state.scaler is not None
+    assert state.scaler.is_enabled()
 
 
 @pytest.mark.parametrize("knobs", [{"optimizer": "sgd"}, {"hidden": 3}, {"seed": 1}, {"feed": "streamed"}])

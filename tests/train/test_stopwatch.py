@@ -165,7 +165,7 @@ def test_pauses_are_not_in_the_wall_and_a_resumed_run_adds_to_it(large, simulate
     state = nb.TrainState(task, large, toy.PLAN.replace(epochs=2, batch_size=BATCH), "cpu")
     for record in nb.train(task, state, large, feed_of(large, where)):
         if record.kind == "epoch":
-            with state.watch.paused():
+            with state.meter.watch.paused():
                 where.host(100.0)
             break
     where.host(1000.0)
