@@ -20,7 +20,7 @@ from torch import nn
 
 import nbtools as nb
 from nbtools.data import Card, Column, open_feed
-from nbtools.measure import Machine, Stepper, advisor, decide, profile, receipt
+from nbtools.measure import Machine, Stepper, advisor, decide, profile
 from nbtools.measure.turns import Deadline, Trial, objection
 from nbtools.show import duration
 from nbtools.train import Plan
@@ -243,17 +243,6 @@ def test_launching_asks_for_graphs_and_computing_for_the_compiler_if_training_is
         advisor.Search.choose_graph_or_compiler(search)
         assert {name: value for name, (value, _) in taken.items()} == expected
         assert all(f"{name} = " in why for name in expected for _, why in taken.values())
-
-
-def test_a_device_whose_work_is_traced_takes_its_steps_after_the_turns_as_cuda_does(pack, monkeypatch):
-    own, job = Stepper.device_s, Job()
-    monkeypatch.setattr(Stepper, "device_s", lambda self: (self.step(next(self.batches)), own(self))[1])
-    advice = measured(job, toy.make_pack(pack.folder.parent / "traced", count=600), seconds=30.0)
-    assert "baseline" in advice.ratios
-    with job.times():
-        assert nb.lr_sweep(job, pack, toy.PLAN, [1e-3, 1e-2, 1e-1]).lr
-        assert receipt(job, pack, toy.PLAN, 6.0).ratio > 0
-        assert [trial.failed for trial in profile.verdict(job, pack, toy.PLAN, 6.0).trials] == [""]
 
 
 class Noisy(nn.Linear):
