@@ -14,13 +14,12 @@ from nbtools.data import SPLITS, Pack, Survey, build_pack
 from nbtools.errors import PackError
 
 
-def drawn(place, count=50, *, order=None, split=None, group=None, classes="", **more) -> Pack:
+def drawn(place, count=50, *, order=None, classes="", **more) -> Pack:
     """Samples x = (i, i); sample i is of class `classes[i % len(classes)]`."""
     numbers = order or range(count)
-    label = {"y": lambda i: classes[i % len(classes)]} if classes else {}
-    samples = [{"x": np.full(2, i, np.float32), **{name: of(i) for name, of in label.items()}} for i in numbers]
-    more |= {"split": split and [split(i) for i in numbers], "groups": group and [group(i) for i in numbers]}
-    more = {"val": 0.1, "test": 0.1, "progress": True, **more, **({"named": "y"} if classes else {})}
+    labels = [{"y": classes[i % len(classes)]} if classes else {} for i in numbers]
+    samples = [{"x": np.full(2, i, np.float32), **label} for i, label in zip(numbers, labels, strict=True)]
+    more = {"split": None, "val": 0.1, "test": 0.1, "progress": True, "named": "y" if classes else None, **more}
     return pack_of(samples, place / f"{len(os.listdir(place))}", **more)
 
 
@@ -33,10 +32,7 @@ def at_least_6(entry, sample) -> None:
         raise PackError("small", "x must be 6 or more", "leave it out")
 
 
-def last_tests(i: int) -> str:
-    return "test" if i == 8 else "train"  # of nine
-
-
+LAST_TESTS = ["train"] * 8 + ["test"]
 GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "句.png": "train"}
 
 
@@ -68,8 +64,7 @@ def test_a_share_gives_at_least_one_sample_and_never_all(place, count, survey):
 
 
 def test_a_source_may_be_all_test_or_all_train(place):
-    own: Any = {"split": lambda i: "val" if i % 2 else "train"}
-    assert drawn(place, test=1.0, **own).splits == {"train": 0, "val": 0, "test": 50}
+    assert drawn(place, test=1.0, split=["train", "val"] * 25).splits == {"train": 0, "val": 0, "test": 50}
     assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
     whole = drawn(place, val=0, test=0)
     assert whole.splits == {"train": 50, "val": 0, "test": 0}
@@ -84,9 +79,9 @@ def test_shares_that_leave_no_training_data_are_refused(place, shares):
 
 
 def test_the_sources_own_splits_are_kept_and_unknown_ones_refused(place):
-    made = drawn(place, split=lambda i: SPLITS[i % 3])
-    assert [SPLITS[k] for k in made.split] == [SPLITS[i % 3] for i in range(50)]
-    made = drawn(place, split=lambda i: "test" if i < 10 else "train", val=25)
+    made = drawn(place, 48, split=[*SPLITS] * 16)
+    assert [SPLITS[k] for k in made.split] == [*SPLITS] * 16
+    made = drawn(place, split=["test"] * 10 + ["train"] * 40, val=25)
     assert made.splits == {"train": 15, "val": 25, "test": 10}, "val is taken from train where there is none"
     with pytest.raises(PackError, match="split must be one of train, val, test, got 'dev'"):
         made.ids("dev")
@@ -116,7 +111,7 @@ def test_each_class_is_divided_by_the_shares(place):
 def test_a_group_stays_in_one_split_and_in_one_fold(place):
     surveys: Any = ({}, {"exact": True}, {"classes": "ab", "exact": True})
     for survey in surveys:
-        made = drawn(place, 120, val=0.2, test=0.2, group=lambda i: f"patient {i // 6}", **survey)
+        made = drawn(place, 120, val=0.2, test=0.2, groups=[f"patient {i // 6}" for i in range(120)], **survey)
         assert min(made.splits.values()) >= 12
         for pack in (made, *made.folds(3)):
             of = [pack.split[i] for i in range(0, 120, 6)]
@@ -124,12 +119,12 @@ def test_a_group_stays_in_one_split_and_in_one_fold(place):
 
 
 SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples and how they are divided
-    "1 class without a train sample (b): not learnable": (9, {"classes": "aaaaaaaab", "split": last_tests}),
+    "1 class without a train sample (b): not learnable": (9, {"classes": "aaaaaaaab", "split": LAST_TESTS}),
     "the val split is empty, so nothing chooses the best checkpoint or stops early": (1, {}),
     "1 class without a val sample (b): not evaluated": (30, {"classes": "a" * 29 + "b", "val": 1}),
     "26 classes for 30 samples: is the target a class at all?": (30, {"classes": "abcdefghijklmnopqrstuvwxyz"}),
     "all samples are of one class (a): there is nothing to tell apart": (20, {"classes": "a"}),
-    "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": last_tests}),
+    "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": LAST_TESTS}),
     "2 of 22 samples cannot be used, see pack.bad": (20, {"bad": [("a.png", "0 bytes", "whole", "copy it")] * 2}),
     "": (40, {"classes": "ab", "exact": True}),
 }
