@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,11 @@ from nbtools.errors import PackError, TrainError
 from nbtools.tasks.captcha import Plan
 
 CPU = torch.device("cpu")
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)  # the same names, types and bits
 SIZES = st.integers(1, 40)
 FEEDS = [Plan(), Plan(feed="streamed"), *(Plan(feed="workers", workers=n) for n in (0, 2))]
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # on one core
-]
+ONE_CORE = "ignore:This DataLoader will create:UserWarning"
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", ONE_CORE)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["fixed", "ragged"])
@@ -72,13 +72,6 @@ def test_padding_of_simulated_text_lines_is_a_few_percent_where_random_batches_w
             batches = batches_left(ids, by, 0, 0, [[size, 0]])
             waste += [1 - lengths.sum() / sum(len(batch) * lengths[batch].max() for batch in batches)]
         assert waste[1] < min(0.03, waste[0] / 10)
-
-
-def assert_equal(raw: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert raw.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert raw[name].dtype == tensor.dtype, name
-        assert torch.equal(raw[name], tensor), name
 
 
 @pytest.mark.parametrize("chosen", FEEDS)
