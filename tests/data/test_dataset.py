@@ -29,8 +29,7 @@ def same(pack: nb.Pack) -> bool:
         assert raw.pop("id") == i
         assert list(raw) == list(packed)
         for name in packed:
-            assert raw[name].dtype == packed[name].dtype
-            np.testing.assert_array_equal(raw[name], packed[name])
+            np.testing.assert_array_equal(raw[name], packed[name], strict=True)
     return True
 
 
@@ -60,8 +59,7 @@ def frame(**columns) -> pd.DataFrame:
     return pd.DataFrame({"a": np.arange(20.0), "y": np.arange(20) % 2, **columns})
 
 
-MEASURED = {
-    # x: (axes of one mean each, what 1 is kept as)
+MEASURED = {  # x: (axes of one mean each, what 1 is kept as)
     "images (H, W, C)": (RNG.integers(0, 255, (40, 5, 4, 3), dtype=np.uint8), (0, 1, 2), 255),
     "images (C, H, W)": (RNG.normal(1e6, 1, (40, 3, 4, 5)).astype(np.float32), (0, 2, 3), 1),
     "vectors": (RNG.normal(1e6, 1, (40, 7)).astype(np.float32), (0,), 1),
@@ -93,8 +91,7 @@ KINDS = frame(d=[True, False] * 10, e=pd.array(range(20), "Int64"), f=pd.array([
 SPECIES = ["cat", "dog", "eel"]
 PETS = Items(lambda i: (0.5, i % 2), classes=SPECIES)
 NUMBERED = ConcatDataset([PETS, Subset(Subset(PETS, range(15)), range(12))])
-PACKED = {
-    # its columns, and classes: (data, options of pack)
+PACKED = {  # its columns, and classes: (data, options of pack)
     "x float32 (3, 4, 5), y int64 (): 0 1": (TensorDataset(torch.zeros(20, 3, 4, 5), torch.arange(20) % 2), {}),
     "x int32 (2), y int64 (): 0 1": (Items(lambda i: (np.array([i, 60000], ">u2"), np.uint8(i % 2))), {}),
     "x float32 (3)": (np.zeros((20, 3)), {}),
@@ -168,8 +165,7 @@ def odd(value, usual=lambda i: (vector(i), "ab"[i % 2]), count=20):
     return Items(lambda i: (1 / 0 if value is ZeroDivisionError else value) if i == 7 else usual(i), count)
 
 
-LEFT_OUT = {
-    # name: (data, value, rule) of the one row of the table of bad samples
+LEFT_OUT = {  # name: (data, value, rule) of the one row of the table of bad samples
     "an item that raises": (odd(ZeroDivisionError), "ZeroDivisionError: ", "the Dataset must return each item"),
     "an item that is None": (odd(None), "None", "an item must hold arrays"),
     "another shape": (odd((np.zeros(4), "a"), count=200), "float32 (4,)", "x must be float32 (3), as in other items"),
@@ -261,8 +257,7 @@ def pictures(folder, *names, count=6, size=(6, 5), form: Any = "NFC"):
     return folder
 
 
-FOLDERS = {
-    # name: (folders with 6 pictures each, classes, splits that are given)
+FOLDERS = {  # name: (folders with 6 pictures each, classes, splits that are given)
     "classes": (["cat", "dog"], ["cat", "dog"], {}),
     "below another folder": (["set/pets/cat", "set/pets/dog"], ["cat", "dog"], {}),
     "TrainData": (["TrainData/cat", "TrainData/dog", "devset/cat"], ["cat", "dog"], {"val": 6}),
