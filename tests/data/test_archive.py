@@ -103,7 +103,8 @@ def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
 
 ZIP_LINK = zipfile.ZipInfo("x")
 ZIP_LINK.external_attr = 0o120777 << 16
-LINK, STORED, LONG = special("x", tarfile.SYMTYPE, "../.."), zip_bytes(("abcd", b"content"), method=0), bytes(1000)
+LINK, STORED = special("x", tarfile.SYMTYPE, "../.."), zip_bytes(("abcd", b"content"), method=0)
+LONG, LENGTH = zip_bytes(("a", bytes(1000))), struct.pack("<I", 1000)
 TARS = {
     "link then a file through it": [LINK, ("x/evil", b"")],
     "dangling link and hard link to it": [LINK, special("y", tarfile.LNKTYPE, "x"), ("y", b"evil")],
@@ -119,11 +120,9 @@ HOSTILE = {name: tar_bytes([special("some-dir", tarfile.DIRTYPE), *members]) for
     "zip drive letter": STORED.replace(b"abcd", b"C:/x"),
     "zip NUL": STORED.replace(b"abcd", b"a\0cd"),
     "zip link": zip_bytes((ZIP_LINK, b"/etc/passwd")),
-    "zip more than announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), struct.pack("<I", 10)),
-    "zip nothing announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), bytes(4)),
-    "zip less than announced": zip_bytes(("a", LONG)).replace(struct.pack("<I", 1000), struct.pack("<I", 90_000)),
+    **{f"zip that announces {size}": LONG.replace(LENGTH, struct.pack("<I", size)) for size in (10, 0, 90_000)},
     "zip checksum": STORED.replace(b"content", b"CONTENT"),
-    "zip of a method that nothing bounds": zip_bytes(("a", LONG), method=zipfile.ZIP_BZIP2),
+    "zip of a method that nothing bounds": zip_bytes(("a", bytes(1000)), method=zipfile.ZIP_BZIP2),
 }
 
 

@@ -351,18 +351,15 @@ class Web(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def web(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
+    threading.Thread(target=server.serve_forever, args=(0.01,)).start()
     address = f"http://127.0.0.1:{server.server_port}"
     Web.data, Web.drop, Web.ranges, Web.requests, Web.first = TAR, None, True, [], []
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     monkeypatch.setattr(fetch, "PAUSE", 0.001)
-    monkeypatch.setattr(fetch, "OPENER", direct)
+    monkeypatch.setattr(fetch, "OPENER", urllib.request.build_opener(urllib.request.ProxyHandler({})))
     monkeypatch.setattr(fetch, "SITE", address)
     monkeypatch.setattr(fetch, "HOSTS", (*fetch.HOSTS, "127.0.0.1"))
     yield address
-    server.shutdown()
-    thread.join()
+    server.shutdown()  # waits for the end of the thread's loop
     server.server_close()
 
 
@@ -394,6 +391,7 @@ def test_an_address_is_downloaded_once_and_resumed_where_the_connection_drops_in
 
 
 DRIVE = "https://drive.google.com"
+TO_FILES = ["file/d/file/view?usp=sharing", "open?id=file", "file/d/with-key/edit?resourcekey=0-k", "open?id=shortcut"]
 FILELESS = {  # an address that gives no file → what is said
     "{web}/x?id=quota": "Sie können .* nicht .* Zu viele.*quota.*Make a copy",
     "{web}/sign-in": "HTTP 403 Forbidden.*'Connexion'.* no permission .*Anyone with the link",
@@ -419,9 +417,7 @@ def test_pages_and_statuses_instead_of_a_file_are_explained(web, request, addres
     assert published(cache()) == []
 
 
-@pytest.mark.parametrize(
-    "link", ["file/d/file/view?usp=sharing", "open?id=file", "file/d/with-key/edit?resourcekey=0-k", "open?id=shortcut"]
-)
+@pytest.mark.parametrize("link", TO_FILES)
 def test_a_drive_link_is_followed_past_the_virus_scan_page_and_resumed_with_its_key(web, link):
     Web.drop = 1_500_000
     assert tree(stage(f"{DRIVE}/{link}")) == INSIDE
