@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from time import sleep
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import DEFAULT, MagicMock
 
 import numpy as np
 import pandas as pd
@@ -24,63 +24,57 @@ from nbtools.data import Card
 from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
 from nbtools.train import checkpoint
 
-ONE = toy.PLAN.replace(epochs=1)
+PLAN = toy.PLAN
+ONE = PLAN.replace(epochs=1)
 ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, pack):
-    return nb.fit(toy, pack, toy.PLAN, tmp_path_factory.mktemp("runs") / "run", **QUIET)
-
-
-def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(run):
-    files = {path.name for path in run.folder.iterdir()}
+def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(untouched):
+    files = {path.name for path in untouched.folder.iterdir()}
     assert {"plan.json", "history.csv", "run.json", "card.json", "plot.png"} <= files
     assert not [name for name in files if name.endswith(".part")]
-    frame = pd.read_csv(run.folder / "history.csv")
+    frame = pd.read_csv(untouched.folder / "history.csv")
     epochs = frame[frame.kind == "epoch"]
     wanted = ["train_loss", "val_loss", "val_accuracy", "lr", "batch_size", "epoch_time", "samples_per_s", "data_wait"]
     assert np.isfinite(np.asarray(epochs[wanted], float)).all()
-    assert list(run.summary().index) == [1, 2, 3]
-    assert 0 < epochs.lr.iloc[-1] < 0.02 * run.plan.lr  # the last step still learns
+    assert list(untouched.summary().index) == [1, 2, 3]
+    assert 0 < epochs.lr.iloc[-1] < 0.02 * untouched.plan.lr  # the last step still learns
 
 
-def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_the_runs_own_preprocessing(run, pack, tmp_path):
-    opened = nb.Run.open(run.folder, toy)
-    best = max(run.history.of("epoch"), key=lambda row: row["val_accuracy"])
+def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_preprocessing(untouched, pack, tmp_path):
+    opened = nb.Run.open(untouched.folder, toy)
+    best = max(untouched.history.of("epoch"), key=lambda row: row["val_accuracy"])
     assert opened.best["epoch"] == best["epoch"] + 1, "counted from 1, as everywhere on a screen"
     assert nb.evaluate(opened, pack, "val")["accuracy"] == best["val_accuracy"]
     files = [pack.raw.source / name for name in pack.names[:20]]
-    assert run.predict(files, batch_size=7) == run.predict_pack(pack, range(20))
-    assert run.predict(files[0]) == run.predict([files[0]])
-    assert run.predict([]) == []
+    assert untouched.predict(files, batch_size=7) == untouched.predict_pack(pack, range(20))
+    assert untouched.predict(files[0]) == untouched.predict([files[0]])
+    assert untouched.predict([]) == []
     with pytest.raises(PackError, match=r"nothing\.npy: No such file"):
-        run.predict(tmp_path / "nothing.npy")
+        untouched.predict(tmp_path / "nothing.npy")
 
 
-def test_an_export_is_enough_to_use_the_model(run, pack, tmp_path, monkeypatch):
-    path = run.export(tmp_path / "toy-v1.2")
+def test_an_export_is_enough_to_use_the_model(untouched, pack, tmp_path, monkeypatch):
+    path = untouched.export(tmp_path / "toy-v1.2")
     assert path.name == "toy-v1.2.safetensors"
-    assert run.export(path) == path
+    assert untouched.export(path) == path
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
-    assert run.export("drive:a/net") == tmp_path / "a" / "net.safetensors"
+    assert untouched.export("drive:a/net") == tmp_path / "a" / "net.safetensors"
     card = json.loads(path.with_suffix(".json").read_text())
     model = toy.model(Card.from_dict(card["card"]), toy.Plan(**card["plan"]))
     model.load_state_dict(load_file(path))
     x = torch.from_numpy(pack.arrays["x"][:9])
     with torch.no_grad():
-        assert torch.equal(model.eval()({"x": x}), run.model("cpu")({"x": x}))
-    assert card["validation"]["val_accuracy"] == run.best["val_accuracy"]
+        assert torch.equal(model.eval()({"x": x}), untouched.model("cpu")({"x": x}))
+    assert card["validation"]["val_accuracy"] == untouched.best["val_accuracy"]
 
 
-def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_is_written(run, pack, tmp_path):
+def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_is_written(untouched, pack, tmp_path):
     def refused(kind, words, act: Any = nb.fit, *given, **more):
         with pytest.raises(kind, match=words):
             act(*given, **more)
 
-    def fit(*given):
-        return nb.fit(toy, *given, **QUIET)
-
+    fit = partial(nb.fit, toy, **QUIET)
     new = tmp_path / "run"
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
     refused(TrainError, "BEST must be one of loss, acc.*, got 'acc'", nb.fit, toy.with_(BEST="acc"), pack, ONE, new)
@@ -89,12 +83,12 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_i
     into = r"called epochs; settings go into plan=toy\.PLAN\.replace\(epochs=3\)"
     refused(PlanError, into, nb.fit, toy, pack, epochs=3)
     refused(PlanError, r"advise takes no epochs, lr; change its plan: nb\.a", nb.advise, toy, pack, epochs=3, lr=0.1)
-    refused(PackError, r"pack must be an nb\.Pack, got str; make one with run\.pack", nb.evaluate, run, "photos")
+    refused(PackError, r"pack must be an nb\.Pack, got str; make one with run\.pack", nb.evaluate, untouched, "photos")
     assert not new.exists()
     (tmp_path / "file").write_text("")
     refused(DiskError, "starting a run", fit, pack, ONE, tmp_path / "file" / "run")
     other = dataclasses.replace(pack, card=dataclasses.replace(pack.card, classes=list("dcba")))
-    for act in (lambda: nb.evaluate(run, other), lambda: run.report(other)):
+    for act in (lambda: nb.evaluate(untouched, other), lambda: untouched.report(other)):
         refused(PackError, r"classes differ from those that the run was trained with \(\['d'", act)
     new.mkdir()
     for index, words in (
@@ -108,20 +102,15 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_i
 
 
 def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_path, monkeypatch):
-    real, ways = measure.receipt, [KeyboardInterrupt(), OSError("a raw file is gone"), None, None]
-
-    def receipt(*arguments, **more):
-        if trouble := ways.pop(0):
-            raise trouble
-        return real(*arguments, seconds=0.05, **more)
-
+    ways = [KeyboardInterrupt(), OSError("a raw file is gone"), DEFAULT, DEFAULT]
+    receipt = MagicMock(wraps=partial(measure.receipt, seconds=0.05), side_effect=ways)
     monkeypatch.setattr(measure, "receipt", receipt)
     runs = [nb.fit(toy, pack, ONE, tmp_path / "run", progress=False) for _ in range(4)]
     assert "no receipt: interrupted; run it again to get it" in runs[0].events
     assert "no receipt: OSError: a raw file is gone" in runs[1].events
-    assert ways == [None], "the last call measured nothing"
+    assert receipt.call_count == 3, "the last call measured nothing"
     nb.fit(toy, pack, ONE.replace(epochs=2), tmp_path / "run", progress=False)
-    assert ways == [], "more epochs have a receipt of their own"
+    assert receipt.call_count == 4, "more epochs have a receipt of their own"
     assert runs[3].receipt.machine["torch"].endswith(torch.__version__)
     assert runs[3].verdict is not None
 
