@@ -16,6 +16,9 @@ from nbtools.train import checkpoint
 pytestmark = pytest.mark.usefixtures("at_once", "written")
 
 PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
+MANY = {"lr": 1000.0, "batch_size": 32, "amp": "bf16", "betas": [0.5, 0.5], "clip_norm": None}
+CHANGED = "batch_size 16 → 32, lr 0.01 → 1000, betas (0.9, 0.999) → (0.5, 0.5), clip_norm 1 → none, amp off → bf16"
+TWO = {20: {"weight_decay": 0.1}, 23: {"lr": 1000}}
 SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
 
 
@@ -32,16 +35,7 @@ def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
         nb.fit(task, pack, SLOW, folder, keep, **QUIET)
 
 
-@pytest.mark.parametrize(
-    ("actions", "changed"),
-    [
-        (
-            {20: {"lr": 1000.0, "batch_size": 32, "amp": "bf16", "betas": [0.5, 0.5], "clip_norm": None}},
-            "batch_size 16 → 32, lr 0.01 → 1000, betas (0.9, 0.999) → (0.5, 0.5), clip_norm 1 → none, amp off → bf16",
-        ),
-        ({20: {"weight_decay": 0.1}, 23: {"lr": 1000}}, "lr 0.01 → 1000, weight_decay 0 → 0.1"),
-    ],
-)
+@pytest.mark.parametrize(("actions", "changed"), [({20: MANY}, CHANGED), (TWO, "lr 0.01 → 1000, weight_decay 0 → 0.1")])
 def test_a_change_that_explodes_the_loss_is_undone_and_leaves_no_trace(pack, folder, untouched, actions, changed):
     task = acting({step: asking(folder, force=True, **settings) for step, settings in actions.items()})
     run = nb.fit(task, pack, PLAN, folder, **QUIET)
