@@ -8,7 +8,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from archives import forked
+from archives import forked, put
 
 from nbtools import disk, errors
 
@@ -31,8 +31,7 @@ def test_write_atomic_replaces_the_whole_content_or_keeps_the_old_and_leaves_no_
 
 def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path):
     part = tmp_path / "data.part"
-    (part / "sub").mkdir(parents=True)
-    (part / "sub" / "file").write_text("data")
+    put(part / "sub" / "file", b"data")
     disk.publish_folder(part, tmp_path / "data")
     assert os.listdir(tmp_path) == ["data"]
     part.mkdir()
