@@ -10,6 +10,7 @@ import torch
 import toy
 from acting import QUIET
 from cases import CASES, augmented
+from test_resume import log, same, trained
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,14 +113,11 @@ def test_fp16_that_skips_every_step_ends_with_what_to_do_and_the_run_continues_w
 
 @pytest.mark.parametrize("name", ["captcha small", "sign transformer"])
 def test_activations_computed_again_change_no_bit(tmp_path, name):
-    pack, ends = CASES[name].pack(tmp_path, 12), []
-    for again in (False, True):
-        state = nb.TrainState(CASES[name].task, pack, augmented(name).replace(checkpoint_activations=again))
-        losses = [record.values.get("loss") for record in nb.train(state.task, state, pack)]
-        ends.append((losses, state.tensors()))
-    (losses, tensors), (same, others) = ends
-    assert losses == same
-    assert [each for each in tensors if not torch.equal(tensors[each], others[each])] == []
+    pack = CASES[name].pack(tmp_path, 12)
+    plans = [augmented(name).replace(checkpoint_activations=again) for again in (False, True)]
+    (kept, rows), (again, others) = (trained(pack, CASES[name].task, plan, {}) for plan in plans)
+    assert log(rows) == log(others)
+    assert same(kept, again)
 
 
 class Reader(nn.Module):
