@@ -169,9 +169,8 @@ def test_pauses_are_not_in_the_wall_and_a_resumed_run_adds_to_it(large, simulate
                 where.host(100.0)
             break
     where.host(1000.0)
-    facts, tensors = state.facts(), state.tensors()
-    again = nb.TrainState(task, large, toy.PLAN.replace(epochs=2, batch_size=BATCH), "cpu")
-    again.load(tensors, facts)
+    again = nb.TrainState(task, large, state.plan, "cpu")
+    again.load(state.tensors(), state.facts())
     *_, last = (r for r in nb.train(task, again, large, feed_of(large, where)) if r.kind == "epoch")
     steps = 2 * -(-large.splits["train"] // BATCH)
     assert last.values["wall"] == pytest.approx(0.002 * steps, rel=0.1)
@@ -221,12 +220,8 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
 
     monkeypatch.setattr(STATE, "build_optimizer", made)  # fused ones take no tensors without data
     monkeypatch.setattr(clock.Meter, "received", lambda meter: meter.sent.to("cpu").tolist())
-
-    task = toy.with_(
-        model=lambda card, plan: toy.linear(card, plan).to(meta),
-        batch=lambda raw, plan, draws: {"x": raw["x"], "label": raw["label"][:, 0]},
-    )
-    state = nb.TrainState(task, pack, toy.PLAN.replace(epochs=2, batch_size=BATCH, clip_norm=None), meta)
+    task = toy.with_(model=lambda card, plan: toy.linear(card, plan).to(meta))
+    state = nb.TrainState(task, pack, toy.PLAN.replace(epochs=2, batch_size=BATCH, clip_norm=None, noise=0.0), meta)
     with Waits() as waits:
         feed = feed_of(pack, Device(kernels=0.0, launch=0.0), "meta")
         kinds = {row.kind for row in nb.train(task, state, pack, feed) if row.values}
