@@ -11,15 +11,14 @@ from nbtools.data import Card, Column, Draws
 from nbtools.errors import TrainError
 from nbtools.train.defaults import STRENGTHS, augment, strengths
 
-CLASSES = 5
 CARD = Card("dataset", list("abcde"), {"kind": "classes", "inputs": ["image", "other"]}, {}, {})
 VALUES = Card("dataset", [], {"kind": "values", "inputs": ["image"]}, {}, {})
 
 
 def batch_of(count: int = 6, channels: int = 3, size: tuple[int, int] = (12, 16)) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    y = torch.arange(count) % CLASSES
-    return {"image": torch.rand(count, channels, *size), "y": y, "id": torch.arange(count) + 40}
+    ids = torch.arange(count)
+    return {"image": torch.rand(count, channels, *size), "y": ids % 5, "id": ids + 40}
 
 
 def augmented(batch: Any, names: Any, seed: int = 0, epoch: int = 0, card: Card = CARD) -> dict[str, torch.Tensor]:

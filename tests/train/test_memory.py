@@ -46,10 +46,9 @@ class Full(TorchDispatchMode):
 
 def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, torch.Tensor]]:
     """Whether memory ended amid an epoch with its evaluation, and what it left behind."""
-    task = toy.with_(model=toy.linear)
-    state = nb.TrainState(task, pack, toy.PLAN.replace(epochs=1, ema=0.9), "cpu")
+    state = nb.TrainState(toy.with_(model=toy.linear), pack, toy.PLAN.replace(epochs=1, ema=0.9), "cpu")
     with Full(allocations) as full:
-        list(nb.train(task, state, pack))
+        list(nb.train(state.task, state, pack))
     return full.count >= allocations, {name: value.clone() for name, value in state.tensors().items()}
 
 
@@ -74,9 +73,8 @@ def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Ten
         return toy.loss(model, batch, plan)
 
     seen: list[bool] = []
-    task = toy.with_(loss=loss, **names)
-    state = nb.TrainState(task, pack, toy.PLAN.replace(dropout=0.0), "cpu")
-    told = [row.values["what"] for row in nb.train(task, state, pack) if row.kind == "event"]
+    state = nb.TrainState(toy.with_(loss=loss, **names), pack, toy.PLAN.replace(dropout=0.0), "cpu")
+    told = [row.values["what"] for row in nb.train(state.task, state, pack) if row.kind == "event"]
     return told, nn.utils.parameters_to_vector(state.model.parameters())
 
 

@@ -102,8 +102,7 @@ def stretch(pack: Path, run: Path, plan: toy.Plan, until: int = 0) -> list[list[
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dropout_in_every_process(pack, tmp_path):
     """The whole one is trained amid the halves, which leaves them another random state."""
     plan, halves, whole = PLAN.replace(epochs=2, dropout=0.4), tmp_path / "halves", tmp_path / "whole"
-    given = [(halves, plan, 5), (whole, plan), (halves, plan)]
-    calls = ((stretch, pack.folder, *each) for each in given)
+    calls = ((stretch, pack.folder, *each) for each in ((halves, plan, 5), (whole, plan), (halves, plan)))
     for rank in together(2, in_turn, *calls, TORCHELASTIC_RUN_ID="run"):
         assert [len(ids) for ids in rank] == [5, 16, 11]
     assert same(nb.Run.open(halves, toy), nb.Run.open(whole, toy))
