@@ -144,8 +144,7 @@ def test_a_setting_changed_on_resume_survives_a_crash_before_the_next_checkpoint
 
 
 def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, tmp_path, monkeypatch):
-    publish = checkpoint.publish
-    slow = MagicMock(side_effect=lambda *given: (sleep(0.3), publish(*given)))
+    slow = MagicMock(wraps=checkpoint.publish, side_effect=lambda *_: sleep(0.3) or DEFAULT)
     plan = toy.PLAN.replace(epochs=20)
     whole = nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET)
     monkeypatch.setattr(checkpoint, "publish", slow)

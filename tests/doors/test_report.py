@@ -104,8 +104,7 @@ def test_a_report_on_masks_of_ones_own_has_a_class_that_is_never_answered_and_le
     assert [*table.index, table.loc["2", "recall"]] == ["0", "1", "2", "macro mean", "weighted mean", 0]
 
 
-def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(tmp_path):
-    pack = toy.make_pack(tmp_path, count=60)
+def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_refused(pack, tmp_path):
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
     with pytest.raises(TrainError, match=r"toy answers with str: .* define text_of\(pack, i\)"):
         run.report(pack)
@@ -120,15 +119,14 @@ def test_a_task_of_ones_own_says_what_is_right_and_a_pack_of_other_classes_is_re
     assert {*report.worst["right"]} == {0, 0.5}, "what is unknown is never read right"
 
 
-def test_a_folder_is_answered_by_name_also_below_folders_and_what_is_no_sample_is_named(tmp_path, capsys):
+def test_a_folder_is_answered_by_name_also_below_folders_and_what_is_no_sample_is_named(pack, tmp_path, capsys):
     def read(path, options):
         if path.suffix != ".npy":
             raise PackError("a text", "a sample must be .npy", "convert it")
         return toy.read(path, options)
 
-    pack = toy.make_pack(tmp_path, count=60)
     run = a_run(toy.with_(read=read), pack, toy.PLAN, tmp_path / "run")
-    folder, files = tmp_path / "new", sorted((tmp_path / "raw").iterdir())[:3]
+    folder, files = tmp_path / "new", sorted(pack.raw.source.iterdir())[:3]
     for file, name in zip(files, ("b/2.npy", "a.npy", "b/1.npy"), strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(file.read_bytes())
