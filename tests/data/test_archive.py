@@ -104,7 +104,8 @@ def special(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
 ZIP_LINK = zipfile.ZipInfo("x")
 ZIP_LINK.external_attr = 0o120777 << 16
 LINK, STORED = special("x", tarfile.SYMTYPE, "../.."), zip_bytes(("abcd", b"content"), method=0)
-LONG, LENGTH = zip_bytes(("a", bytes(1000))), struct.pack("<I", 1000)
+LONG = zip_bytes(("a", bytes(1000)))
+LENGTH = struct.pack("<I", 1000)
 TARS = {
     "link then a file through it": [LINK, ("x/evil", b"")],
     "dangling link and hard link to it": [LINK, special("y", tarfile.LNKTYPE, "x"), ("y", b"evil")],
@@ -153,7 +154,8 @@ def test_every_truncation_is_refused(form):
 def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
     for name, value in {"RATIO": 2, "FLOOR": 1000}.items():
         monkeypatch.setattr(archive, name, value)
-    large, many = {"a": bytes(1_000_000)}, {f"{number}": b"" for number in range(99)}
+    large = {"a": bytes(1_000_000)}
+    many = {f"{number}": b"" for number in range(99)}
     for number, (files, form) in enumerate(((large, "tar.gz"), (large, "zip"), (many, "tar.gz"))):
         with pytest.raises(errors.ArchiveError, match="bomb"):
             extracted(tmp_path / str(number), archived(files, form))
