@@ -83,7 +83,8 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_sets_its_setting(name):
-    made, (text, value) = panel(clip_norm=2.0), FIELDS[name]
+    made = panel(clip_norm=2.0)
+    text, value = FIELDS[name]
     made.fields[name].value = text
     assert getattr(made.plan, name) == value
     assert f"Changed: {name}" in words(made)
