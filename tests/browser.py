@@ -246,13 +246,10 @@ class Person:
         self.waits: list[tuple[float, str]] = []
         self.silences: list[float] = []
 
-    def noted(self, what: str, clicked: float, came: float) -> None:
-        self.waits.append((came - clicked, what))
-
     def turned(self, what: str, act: Callable[[], float], holds: Callable[[dict[str, Any]], bool]) -> None:
         """Act, and wait for the batch that shows it."""
         clicked = act()
-        self.noted(what, clicked, until(lambda: self.log.first(holds, clicked), what))
+        self.waits.append((until(lambda: self.log.first(holds, clicked), what) - clicked, what))
 
     def now(self, knob: str) -> Any:
         return self.log.steps()[-1][knob]
@@ -266,11 +263,11 @@ class Person:
         until(self.notebook.button("Resume").is_visible, "Resume")
         until(lambda: time.time() - self.log.steps()[-1]["time"] > 0.5, "a pause without steps")
         last = self.log.steps()[-1]["time"]
-        self.noted("Pause", clicked, last)
+        self.waits.append((last - clicked, "Pause"))
         resumed = self.notebook.click("Resume")
         came = until(lambda: self.log.first(lambda row: row["training"], last), "steps after Resume")
         self.silences.append(came - last)
-        self.noted("Resume", resumed, came)
+        self.waits.append((came - resumed, "Resume"))
 
     def evaluated(self) -> None:
         self.turned("Evaluate now", lambda: self.notebook.click("Evaluate now"), lambda row: not row["training"])
@@ -284,12 +281,12 @@ class Person:
         said = until(lambda: (line := self.notebook.line()) != before and "saved at step" in line and line, "an answer")
         step = int(said.split("saved at step")[-1].split()[0])
         names = until(lambda: [n for n in checkpoint.names(self.run) if checkpoint.place(n)[1] == step], "its file")
-        self.noted("Save now", clicked, (self.run / f"{names[0]}.safetensors").stat().st_mtime)
+        self.waits.append(((self.run / f"{names[0]}.safetensors").stat().st_mtime - clicked, "Save now"))
 
     def stopped(self) -> None:
         clicked = self.notebook.click("Stop")
         self.notebook.wait_for_prompt(self.cell, r"\d+")
-        self.noted("Stop", clicked, self.log.steps()[-1]["time"])
+        self.waits.append((self.log.steps()[-1]["time"] - clicked, "Stop"))
 
     def act(self, rounds: int) -> None:
         put, typed = self.put, self.notebook.type

@@ -188,12 +188,10 @@ SETTINGS = {  # of JupyterLab
 
 def environment(folder: Path) -> dict[str, str]:
     """Nobody's own settings, one thread, and this checkout with its tests' modules importable in kernels."""
-    places = ("CONFIG_DIR", "DATA_DIR", "RUNTIME_DIR")
-    lab = ("SETTINGS_DIR", "WORKSPACES_DIR")
+    places = ("_CONFIG_DIR", "_DATA_DIR", "_RUNTIME_DIR", "LAB_SETTINGS_DIR", "LAB_WORKSPACES_DIR")
     return {
         **os.environ,
-        **{f"JUPYTER_{place}": str(folder / "jupyter" / place) for place in places},
-        **{f"JUPYTERLAB_{place}": str(folder / "jupyter" / place) for place in lab},
+        **{f"JUPYTER{place}": str(folder / "jupyter" / place) for place in places},
         "IPYTHONDIR": str(folder / "ipython"),
         "NBTOOLS_CACHE": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
@@ -207,7 +205,7 @@ def serving(stack: Stack, folder: Path) -> Iterator[str]:
     work = folder / "work"
     work.mkdir(parents=True, exist_ok=True)
     for name, values in SETTINGS.items():
-        path = folder / "jupyter" / "SETTINGS_DIR" / f"{name}.jupyterlab-settings"
+        path = folder / "jupyter" / "LAB_SETTINGS_DIR" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
     with socket.socket() as free:

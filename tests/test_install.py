@@ -55,20 +55,18 @@ def install_cell(source: str) -> str:
     return next(cell.source for cell in made.cells if cell.cell_type == "code")
 
 
-FAILS = {  # SOURCE → pip's reason
-    "drive:missing.zip": "No such file or directory",
-    "drive:other.zip": "does not appear to be a Python project",
-    "https://127.0.0.1:9/me/nbtools/archive/main.zip": "Connection refused",
-}
-
-
 @pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=full)])
 def test_where_installing_fails_pip_says_why_and_run_all_stops(stack, tmp_path):
+    fails = {  # SOURCE → pip's reason
+        "drive:missing.zip": "No such file or directory",
+        "drive:other.zip": "does not appear to be a Python project",
+        "https://127.0.0.1:9/me/nbtools/archive/main.zip": "Connection refused",
+    }
     (tmp_path / "drive").mkdir()
     (tmp_path / "drive" / "other.zip").write_bytes(b"PK\5\6" + bytes(18))
     machine = fresh.machine(tmp_path / "machine", tmp_path / "drive", stack)
     with started(stack, machine.folder, machine.python, machine.environment) as kernel:
-        for source, reason in FAILS.items():
+        for source, reason in fails.items():
             kernel.end(request := kernel.client.execute(install_cell(source)))
             assert kernel.errors(request) == ["ModuleNotFoundError"], "which ends Run all"
             assert re.search(f"ERROR: .*{reason}", kernel.text(request))

@@ -25,6 +25,8 @@ TEXT = (ROOT / "docs" / "your-own.md").read_text()
 CELLS = dict(re.findall(r"<!-- cell: (\w+), .*? -->\n```python\n(.*?)```", TEXT, re.S))
 LINES = {"images": 6, "table": 8, "sequences": 25, "masks": 15}
 EPOCHS = 2
+PHOTOS = own.images(120)
+Net = own.Small
 pytestmark = pytest.mark.usefixtures("desk")
 
 
@@ -49,13 +51,6 @@ def test_a_folder_of_images_is_learned():
     assert nb.evaluate(run, nb.pack("shapes"), "test")["accuracy"] >= 0.95
 
 
-class Net(nn.Sequential):
-    """images (B, 3, 12, 12) → logits (B, classes)."""
-
-    def __init__(self, classes: int):
-        super().__init__(nn.Conv2d(3, 16, 5), nn.ReLU(), nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Linear(64, classes))
-
-
 class Photos(Dataset):
     """(image (3, 12, 12) float32, class)."""
 
@@ -65,9 +60,6 @@ class Photos(Dataset):
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         image, name = PHOTOS[i]
         return torch.from_numpy(np.array(image, np.float32) / 255).permute(2, 0, 1), own.STRIPES.index(name)
-
-
-PHOTOS = own.images(120)
 
 
 def beside(title: str) -> list[str]:
@@ -99,7 +91,7 @@ def test_classify_trains_what_a_lightning_module_does_and_the_model_is_taken_awa
     assert nb.evaluate(again, found["pack"], "val")["accuracy"] == found["run"].best["val_accuracy"]
     [take] = beside("Take it away")
     run_cell(take, **found)
-    fresh, x = Net(3), torch.rand(2, 3, 12, 12)
+    fresh, x = Net(3).eval(), torch.rand(2, 3, 12, 12)
     fresh.load_state_dict(load_file("net.safetensors"))
     torch.testing.assert_close(found["run"].model("cpu")(x), fresh(x))
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from nbtools.data import IMAGES
 from nbtools.tasks import captcha
 
+BLANK = Image.new("L", (64, 24), 255)
+
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory, one_cache):
@@ -21,10 +23,6 @@ def fixed(tmp_path_factory, one_cache):
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory, one_cache):
     return captcha.pack(captcha.demo(tmp_path_factory.mktemp("lines"), 30, length=(4, 8)), progress=False)
-
-
-def png(path, size=(64, 24)):
-    Image.new("L", size, 255).save(path)
 
 
 def test_a_fixed_pack_holds_the_grey_image_and_the_text_of_the_name(fixed):
@@ -56,7 +54,7 @@ NAMED = {  # file → options, classes
 @pytest.mark.parametrize("name", NAMED)
 def test_where_the_text_ends_and_its_case_are_the_callers(own_cache, tmp_path, name):
     options, classes = NAMED[name]
-    png(tmp_path / name)
+    BLANK.save(tmp_path / name)
     pack = captcha.pack(tmp_path, layout="fixed", progress=False, **options)
     assert ("".join(pack.classes), pack.sample(0)["label"].tolist()) == (classes, [1, 2, 0])
 
@@ -66,9 +64,9 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(own
     (source / "1111_t.png").write_bytes((source / fixed.names[0]).read_bytes()[:-300])
     for name in ("notes.txt", ".hidden.png"):
         (source / name).write_text("no image")
-    png(source / "3333_s.png", size=(65, 24))
+    BLANK.resize((65, 24)).save(source / "3333_s.png")
     for name in ("44O4_u.png", "5555.png", "66666_l.png"):
-        png(source / name)
+        BLANK.save(source / name)
     pack = captcha.pack(source, classes="0123456789", progress=False)
     assert len(pack) == 20
     assert dict(zip(pack.bad["file"], pack.bad["rule"], strict=True)) == {
@@ -84,7 +82,7 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(own
 
 def test_a_line_too_narrow_for_its_text_is_left_out(own_cache, lines, tmp_path):
     source = shutil.copytree(lines.raw.source, tmp_path / "source")
-    png(source / "112233445566_x.png", size=(30, 32))
+    BLANK.resize((30, 32)).save(source / "112233445566_x.png")
     [row] = captcha.pack(source, layout="lines", progress=False).bad.to_dict("records")
     assert (row["file"], row["rule"]) == ("112233445566_x.png", "the text needs 18 time steps of 4 pixels")
 

@@ -39,17 +39,15 @@ def test_greedy_decoding_merges_repeats_drops_blanks_and_ends_with_the_sample():
     assert read == ctc.texts(torch.tensor([[0, 0, 1, 2], [2, 9, 9, 9]]), torch.tensor([4, 1]))
 
 
-SPLITS = {
-    "train": ["train/a.png", "test/train/a.png"],
-    "val": ["Validation/x/a.png", "FSL105_val/clip.npz"],
-    "test": ["HWDB2.0Test.zip/001-P16.dgrl#3", "testing-1/a.png"],
-    None: ["contest/a.png", "trainers/a.png", "train.png"],
-}
-
-
 def test_the_nearest_folder_that_names_a_split_gives_it():
-    found = {split: {*map(files.split_of, names)} for split, names in SPLITS.items()}
-    assert found == {split: {split} for split in SPLITS}
+    splits = {
+        "train": ["train/a.png", "test/train/a.png"],
+        "val": ["Validation/x/a.png", "FSL105_val/clip.npz"],
+        "test": ["HWDB2.0Test.zip/001-P16.dgrl#3", "testing-1/a.png"],
+        None: ["contest/a.png", "trainers/a.png", "train.png"],
+    }
+    found = {split: {*map(files.split_of, names)} for split, names in splits.items()}
+    assert found == {split: {split} for split in splits}
 
 
 def test_hidden_colours_of_transparent_pixels_do_not_show(tmp_path):

@@ -123,6 +123,12 @@ PUBLISHED: list[tuple[Any, dict[str, Any], int, dict[str, Any], int]] = [
     (sign, {"features": 2048}, 105, {"categories": ["c"] * 10}, 101_743),
     (segment, {"image": 3}, 19, {"size": [512, 1024]}, 3_358_627 + 287_308),
 ]
+UNREADABLE: list[tuple[Any, str, dict[str, Any], str]] = [
+    (captcha, "guide", {"layout": "lines"}, 'network = "guide" cannot read captchas of layout "lines"'),
+    (captcha, "ctc", CAPTCHA, 'network = "ctc" cannot read captchas of layout "fixed"'),
+    (hwdb, "hctr", {"height": 63}, "reads lines ≥ 64 pixels high, but these are 63; pack with a larger"),
+    (sign, "transformer", {}, r"reads 'x', and this data has features;"),
+]
 
 
 @pytest.mark.parametrize(("task", "columns", "classes", "options", "parameters"), PUBLISHED)
@@ -132,15 +138,7 @@ def test_the_guides_networks_have_the_published_numbers_of_parameters(task, colu
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-@pytest.mark.parametrize(
-    ("task", "network", "options", "said"),
-    [
-        (captcha, "guide", {"layout": "lines"}, 'network = "guide" cannot read captchas of layout "lines"'),
-        (captcha, "ctc", CAPTCHA, 'network = "ctc" cannot read captchas of layout "fixed"'),
-        (hwdb, "hctr", {"height": 63}, "reads lines ≥ 64 pixels high, but these are 63; pack with a larger"),
-        (sign, "transformer", {}, r"reads 'x', and this data has features;"),
-    ],
-)
+@pytest.mark.parametrize(("task", "network", "options", "said"), UNREADABLE)
 def test_a_network_that_cannot_read_the_data_is_refused(task, network, options, said):
     with pytest.raises(PlanError, match=said):
         task.model(card_of("", options, features=2048), task.Plan(network=network))

@@ -13,12 +13,9 @@ from nbtools.tasks.hwdb.data import UNKNOWN, image_of, lines_of, text_of_codes
 from nbtools.tasks.hwdb.demo import pool
 
 
-def header(kind=b"DGRL", note=b"#CASIA-HWDB2.x page, labelled by line\0", code_type=b"GB", length=2, bits=8):
-    return struct.pack("<i8s", 36 + len(note), kind) + note + struct.pack("<20s2h", code_type, length, bits)
-
-
-def page(*lines, kind=b"DGRL", bits=8, size=(300, 200)):
-    return header(kind, bits=bits) + struct.pack("<3i", *size, len(lines)) + b"".join(lines)
+def page(*lines, kind=b"DGRL", note=b"#CASIA-HWDB2.x page, labelled by line\0", bits=8, size=(300, 200)):
+    header = struct.pack("<i8s", 36 + len(note), kind) + note + struct.pack("<20s2h", b"GB", 2, bits)
+    return header + struct.pack("<3i", *size, len(lines)) + b"".join(lines)
 
 
 def line(codes, top, left, height, width, pixels):
@@ -92,18 +89,16 @@ def test_words_are_joined_on_blank_paper_at_their_places_the_darker_pixel_on_top
         assert text == "a" * len(row)
 
 
-WHOLE = header(note=b"#\0") + struct.pack("<3i", 90, 80, 1) + line(b"1\0\xb0\xa1", 5, 6, 2, 3, b"abcdef")
+WHOLE = page(line(b"1\0\xb0\xa1", 5, 6, 2, 3, b"abcdef"), note=b"#\0", size=(90, 80))
+DAMAGED = [
+    (0, b"\xdd\xff\xff\xff", "the header needs -51 bytes, got 68 up to the end at byte 12"),
+    (8, b"JUNK", r"a .dgrl file must say DGRL, got .* at byte 12"),
+    (50, b"\xff\xff\xff\x7f", "line 1 needs 4,294,967,294 bytes, got 26 up to the end at byte 54"),
+    (66, b"\0", "line 1 must have pixels, got 0 × 3"),
+]
 
 
-@pytest.mark.parametrize(
-    ("offset", "value", "message"),
-    [
-        (0, b"\xdd\xff\xff\xff", "the header needs -51 bytes, got 68 up to the end at byte 12"),
-        (8, b"JUNK", r"a .dgrl file must say DGRL, got .* at byte 12"),
-        (50, b"\xff\xff\xff\x7f", "line 1 needs 4,294,967,294 bytes, got 26 up to the end at byte 54"),
-        (66, b"\0", "line 1 must have pixels, got 0 × 3"),
-    ],
-)
+@pytest.mark.parametrize(("offset", "value", "message"), DAMAGED)
 def test_a_damaged_file_is_refused_with_rule_byte_and_what_came(offset, value, message):
     with pytest.raises(PackError, match=message) as caught:
         read(WHOLE[:offset] + value + WHOLE[offset + len(value) :])

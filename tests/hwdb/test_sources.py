@@ -116,11 +116,11 @@ def test_the_older_format_is_read(tmp_path):
     np.testing.assert_array_equal(made.sample(2)["image"], slowly(images[0]))
 
 
-def pages(folder: Path, writers, part: str = "", count: int = 2) -> Path:
-    """`count` pages of two lines by each writer."""
+def pages(folder: Path, writers, part: str = "") -> Path:
+    """Two pages of two lines by each writer."""
     for n in writers:
-        for p in range(count):
-            page(folder / part / f"{n:03}-P{16 + p}.dgrl", "一", "二", height=4, width=4)
+        for p in (16, 17):
+            page(folder / part / f"{n:03}-P{p}.dgrl", "一", "二", height=4, width=4)
     return folder
 
 

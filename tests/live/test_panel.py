@@ -15,6 +15,10 @@ from nbtools.train import knob
 from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
+FIELDS: dict[str, Any] = {"lr": (" 3e-4 ", 3e-4), "clip_norm": ("none", None), "compile": (True, True)}
+FIELDS["scales"] = "0.5,0.75,1", (0.5, 0.75, 1.0)
+ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}
+ACTIONS |= {"Back to best": "best", "Undo": "undo"}
 
 
 @dataclass(frozen=True)
@@ -77,17 +81,10 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
         Panel({"lr": 1})
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("lr", " 3e-4 ", 3e-4),
-        ("clip_norm", "none", None),
-        ("scales", "0.5,0.75,1", (0.5, 0.75, 1.0)),
-        ("compile", True, True),
-    ],
-)
-def test_a_field_sets_its_setting(name, text, value):
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_sets_its_setting(name):
     made = panel(clip_norm=2.0)
+    text, value = FIELDS[name]
     made.fields[name].value = text
     assert getattr(made.plan, name) == value
     assert f"Changed: {name}" in words(made)
@@ -130,10 +127,6 @@ def test_help_and_reasons_of_changes_stand_next_to_fields_are_escaped_and_a_page
     demo = Panel(made.advised, epochs=2, lr=made.advised.lr)
     assert "Given in place of the advice: epochs 10 → 2" in words(demo), "by the notebook, not the user"
     assert (demo.plan.epochs, demo.advised.epochs, "lr" in demo.plan.given()) == (2, 10, "lr" in made.advised.given())
-
-
-ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}
-ACTIONS |= {"Back to best": "best", "Undo": "undo"}
 
 
 def test_while_it_trains_the_panels_cell_has_the_buttons_and_points_to_the_settings():

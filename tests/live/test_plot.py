@@ -184,17 +184,10 @@ def test_texts_are_readable_on_white_and_those_of_dark_themes_on_dark_grey():
         assert (high + 0.05) / (low + 0.05) >= 4.5, f"{colour}: contrast as WCAG defines it"
 
 
-@pytest.mark.parametrize(
-    ("truth", "predicted", "said"),
-    [
-        ("abc", "abc", "truth abc predicted abc ✓"),
-        ("Qm3pZ", "Om3p", "truth [Q]m3p[Z] predicted [O]m3p"),
-        ("9972", "9922", "truth 99[7]2 predicted 99[2]2"),
-        ("12345", "2345", "truth [1]2345 predicted 2345"),
-    ],
-)
-def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answer_has_a_tick(truth, predicted, said):
-    made = samples.html([Preview(CAPTCHA, truth, predicted)])
+@pytest.mark.parametrize("said", ["abc, abc ✓", "[Q]m3p[Z], [O]m3p", "99[7]2, 99[2]2", "[1]2345, 2345"])
+def test_what_was_not_read_and_what_was_misread_are_underlined_and_a_right_answer_has_a_tick(said):
+    made = samples.html([Preview(CAPTCHA, *re.findall(r"\w+", re.sub(r"[][]", "", said)))])
     marked = texts(f"<div>{made.replace('<u>', '[').replace('</u>', ']')}</div>")
-    assert said.replace(" ", "") in marked.replace(" ", "")
+    truth, predicted = said.replace(" ", "").split(",")
+    assert f"truth{truth}predicted{predicted}" in marked.replace(" ", "")
     assert "<u>number 1b</u>" in samples.html([Preview(CAPTCHA, "number 1a", "number 1b", whole=True)]), "a name"

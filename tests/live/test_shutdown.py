@@ -34,17 +34,15 @@ run = nb.fit(held, pack, toy.PLAN.replace(epochs=4, feed='workers', workers=1), 
 """A cell whose fifth step lasts until a file `go` is there; every step is noted in a file `steps`."""
 
 
-def noted(folder: Path) -> int:
-    return (folder / "steps").read_text().count("step\n") if (folder / "steps").exists() else 0
-
-
 @pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=pytest.mark.full)])
 def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
     """By what jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
+    steps = tmp_path / "steps"
+    steps.touch()
     with started(stack, tmp_path) as kernel:
         cell = kernel.client.execute(TRAIN)
         kernel.printed("ready")
-        until(lambda: noted(tmp_path) == 5, "the fifth step")
+        until(lambda: steps.read_text().count("step\n") == 5, "the fifth step")
         kernel.manager.interrupt_kernel()
         kernel.client.shutdown()
         kernel.client.get_control_msg(timeout=LIMIT)
@@ -55,7 +53,7 @@ def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path):
         with suppress(Empty):
             while True:
                 kernel.said.append(kernel.client.get_iopub_msg(timeout=1))
-    assert last_step(tmp_path / "run") == noted(tmp_path) == 5
+    assert last_step(tmp_path / "run") == steps.read_text().count("step\n") == 5
     shown = [m["content"].get("data", {}).get("text/plain", "") for m in kernel.said if parent(m) == cell]
     assert "after step 5; run it again to continue" in "".join(shown)
     assert [m["content"]["ename"] for m in kernel.said if m["msg_type"] == "error"] == []

@@ -5,10 +5,11 @@ from typing import Any
 
 import browser
 import pytest
-from kernels import Client, parent, started
+from kernels import parent, started
 
 from nbtools.live import view
 
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 SETUP = """
 import nbtools as nb, toy
 from pathlib import Path
@@ -38,27 +39,18 @@ def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_tra
     assert "1 epochs" in kernel.run('print(len(nb.fit(toy, pack, plan, "ruined", receipt=False).summary()), "epochs")')
 
 
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-
-
-def saved(kernel: Client, request: str) -> str:
-    """The output of a cell as a page: what its messages show without a kernel."""
-    parts = []
-    for message in kernel.said:
-        if parent(message) == request and message["msg_type"] in ("display_data", "update_display_data"):
-            data = message["content"]["data"]
-            if "image/png" in data:
-                parts.append(f'<img src="data:image/png;base64,{data["image/png"]}">')
-            parts.append(data.get("text/html", ""))
-    return f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">{"".join(f"<div>{p}</div>" for p in parts)}'
-
-
 @pytest.mark.browser
 def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_network(kernel, chromium):
     """As in VS Code and Colab: in a frame of an origin of its own, by a policy of inline scripts and data alone."""
     request = kernel.client.execute('run = nb.fit(toy, pack, plan, "stays", receipt=False)')
     kernel.end(request)
-    page = saved(kernel, request)
+    page = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    for message in kernel.said:
+        if parent(message) == request and message["msg_type"] in ("display_data", "update_display_data"):
+            data = message["content"]["data"]
+            if "image/png" in data:
+                page += f'<div><img src="data:image/png;base64,{data["image/png"]}"></div>'
+            page += f"<div>{data.get('text/html', '')}</div>"
     errors, requests = [], []
     with browser.chromium(chromium) as window:
         for sandbox in (None, "allow-scripts", ""):

@@ -11,6 +11,8 @@ from nbtools.tasks import segment
 from nbtools.tasks.segment import Plan, task
 
 GREY, OUTSIDE = 127.5, 255
+CROPPED = {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5}
+WHOLE = {"scale_low": 0.5, "scale_high": 2.0}
 
 
 def raw_batch(count=4, channels=3, size=(20, 26)):
@@ -18,10 +20,6 @@ def raw_batch(count=4, channels=3, size=(20, 26)):
     label, distance = (torch.randint(0, most, (count, *size), dtype=torch.uint8) for most in (5, 256))
     image = torch.randint(0, 256, (count, *size, channels), dtype=torch.uint8)
     return {"image": image, "label": label, "distance": distance, "id": torch.arange(count)}
-
-
-def augmented(raw, seed=0, epoch=0, **settings):
-    return task.augment(raw, Plan(**settings), Draws(seed, epoch, raw["id"]))
 
 
 def slowly(raw, b, scale, rows, columns, pyramid):
@@ -48,18 +46,12 @@ def slowly(raw, b, scale, rows, columns, pyramid):
     return image, label, distance
 
 
-@pytest.mark.parametrize(
-    ("shape", "settings"),
-    [
-        ((20, 26), {"crop": 32, "scale_low": 0.25, "scale_high": 2.0, "flip": 0.5}),
-        ((21, 27), {"scale_low": 0.5, "scale_high": 2.0}),
-    ],
-)
+@pytest.mark.parametrize(("shape", "settings"), [((20, 26), CROPPED), ((21, 27), WHOLE)])
 def test_images_labels_and_distances_are_what_going_pixel_by_pixel_gives(shape, settings):
     raw, plan = raw_batch(6, 4, shape), Plan(**settings)
     size = (plan.crop, plan.crop) if plan.crop else shape
     scale, rows, columns = task.crops(shape, size, plan, Draws(0, 0, raw["id"]))
-    made = augmented(raw, **settings)
+    made = task.augment(raw, plan, Draws(0, 0, raw["id"]))
     for b in range(6):
         image, label, distance = slowly(raw, b, float(scale[b]), rows[b], columns[b], plan.scale_low < 0.5)
         torch.testing.assert_close(made["image"][b], image, atol=0.05, rtol=0)
@@ -85,7 +77,8 @@ def test_a_crop_lies_in_the_image_or_around_all_of_it_and_anywhere_there(scale, 
 def test_colours_change_as_brightness_contrast_and_saturation_one_after_the_other_do():
     raw = raw_batch(3, channels=4)
     raw["image"] = raw["image"] // 4 + 96  # nothing to clip
-    made, draws = augmented(raw, jitter=0.2)["image"], Draws(0, 0, raw["id"])
+    made = task.augment(raw, Plan(jitter=0.2), Draws(0, 0, raw["id"]))["image"]
+    draws = Draws(0, 0, raw["id"])
     light, contrast, saturation = (draws.uniform(0.8, 1.2) for _ in range(3))
     for b, image in enumerate(raw["image"].permute(0, 3, 1, 2).float()):
         steep = (image[:3] * light[b] - 127.5) * contrast[b] + 127.5

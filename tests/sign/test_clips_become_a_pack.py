@@ -17,6 +17,7 @@ from nbtools.errors import PackError
 from nbtools.tasks import sign
 from nbtools.tasks.common.files import ERROR, WARNING
 from nbtools.tasks.sign.visualize import skeleton
+from tests.archives import put
 
 T = 5
 META = {"video": "10.MOV", "order": "pose25,left_hand21,right_hand21,face11"}
@@ -43,15 +44,13 @@ def arrays(seed: int = 0, frames: int = T) -> dict[str, Any]:
 
 
 def clip(path: Path, seed: int = 0, frames: int = T, without: tuple[str, ...] = (), **changed: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
     found = {**arrays(seed, frames), **changed}
-    np.savez_compressed(path, **{key: value for key, value in found.items() if key not in without})
+    np.savez_compressed(put(path), **{key: value for key, value in found.items() if key not in without})
     return path
 
 
 def listed(path: Path, *rows: str, head: str = FIRST) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([head, *rows]) + "\n")
+    put(path, "\n".join([head, *rows, ""]).encode())
 
 
 def corpus(folder: Path, **more) -> Path:
