@@ -15,11 +15,7 @@ ROOT = Path(__file__).parent.parent
 BARE = """
 import sys
 sys.modules |= dict.fromkeys(["hypothesis", "xdist", "captcha", "rapidfuzz", "scipy", "nbclient", "onnx"])  # not there
-import impostor
 import pytest
-import toy
-
-import nbtools as nb
 sys.exit(pytest.main(["-q", "-m", "cuda", "tests/cuda", "-k", sys.argv[1]]))
 """
 
@@ -45,4 +41,4 @@ def test_from_advice_to_receipt_everything_goes_the_way_of_cuda(tmp_path, monkey
             assert None not in (run.receipt, run.verdict)
             assert run.summary()["val_accuracy"].iloc[-1] > 0.5
             assert {"gpu_memory_allocated", "gpu_memory_peak"} <= {*run.history.rows[-1]}
-        assert nb.lr_sweep(toy, pack, plan, seconds=5.0).lr
+        assert nb.lr_sweep(toy, pack, plan).lr
