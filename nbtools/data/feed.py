@@ -81,7 +81,8 @@ def gather(pack: Pack, ids: np.ndarray, padding: Padding | None = None) -> Raw:
 
 
 def on(device: torch.device, raw: Raw) -> Raw:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in raw.items()}
+    cuda = device.type == "cuda"  # elsewhere a copy may read what is freed by then (pytorch#189690)
+    return {name: tensor.to(device, non_blocking=cuda) for name, tensor in raw.items()}
 
 
 class Feed:
@@ -134,7 +135,7 @@ class Resident(Feed):
         if not batches:
             return
         longest = self.padding.of(self.pack, batches)
-        order = torch.from_numpy(np.concatenate(batches)).to(self.device, non_blocking=True)
+        order = torch.from_numpy(np.concatenate(batches)).to(self.device, non_blocking=self.device.type == "cuda")
         for k, ids in enumerate(order.split([len(batch) for batch in batches])):
             raw: Raw = {}
             for name, values in self.values.items():

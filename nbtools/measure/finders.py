@@ -19,7 +19,7 @@ import torch
 from nbtools.data import Pack, batches_in, in_order, lengths_of, open_feed, phase, work
 from nbtools.errors import TrainError
 from nbtools.measure.machine import kilobytes, room
-from nbtools.measure.timing import EAGER, Clock, Stepper, epoch_batches, finish, untouched, wall
+from nbtools.measure.timing import EAGER, TYPICAL, Clock, Stepper, epoch_batches, finish, untouched, wall
 from nbtools.measure.turns import Deadline, Late, timed
 from nbtools.show import Report, digits, number, percent, plural, size
 from nbtools.train import Plan, TaskLike, as_task, evaluation, release
@@ -137,7 +137,7 @@ class Finder:
             self.require(2 * self.rows.get(now // 2, Row(0)).memory)
         memory = max([self.peak(self.largest[:now]) for _ in range(2)][-1] - self.held, 0)
         self.require(memory)
-        stands_for = self.stepper.repeat(now, 4)
+        stands_for = self.stepper.repeat(now, TYPICAL)
         looks = LOOKS if self.stepper.advance().seconds < self.seconds / 10 else 1  # one where a step takes long
         turns = [self.stepper.advance(min(TURN, self.seconds / 250)) for _ in range(looks)]
         return Row(now, stands_for * max(turn.samples_per_s for turn in turns), memory)

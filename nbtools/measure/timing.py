@@ -37,6 +37,7 @@ EAGER = {"compile": False, "graph": False}
 
 STEADY, WARMING, WARMING_S = 0.1, 8, 10.0  # two steps this close are steady; most steps and seconds of warming up
 REPEATED = 64  # batches that a feed is given at once
+TYPICAL = 4  # batches of samples of different lengths that stand for all
 RECORDED = 4  # steps of a shape, after which a graph replays it
 TRACED = 5  # steps in a trace of the device
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what occupies the device in a trace
@@ -173,13 +174,13 @@ class Stepper:
     def warm_up(self, most: int = WARMING) -> Self:
         """Train until steps take as long as the ones before; what they took beyond that is `cold_s`. On CUDA samples of
         different lengths are typical batches from here on: each width is slow the first time."""
-        if self.device.type == "cuda" and self.pack.offsets and not self.lanes:
-            self.repeat(self.plan.batch_size, 4)
+        if self.device.type == "cuda" and self.pack.offsets:
+            self.repeat(self.plan.batch_size, TYPICAL)
         times = [self.advance().seconds for _ in range(3)]
         while len(times) < most and sum(times) < WARMING_S and abs(times[-1] - times[-2]) >= STEADY * times[-1]:
             times.append(self.advance().seconds)
         if self.state.graphs is not None:
-            self.advance(steps=RECORDED * shapes(self.pack, self.plan))
+            self.advance(steps=RECORDED * max(shapes(self.pack, self.plan), TYPICAL))
         self.cold_s = sum(times) - len(times) * min(times)
         self.turns.clear()
         return self

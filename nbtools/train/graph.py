@@ -158,7 +158,7 @@ class Recorder:
         except RuntimeError:
             numbers, index = torch.cuda.default_generators[self.stream.device_index], self.stream.device_index
             numbers.graphsafe_set_state(numbers.clone_state())  # else it waits for the end of the capture
-            with suppress(RuntimeError):  # as does the allocator (pytorch#180395, torch < 2.12)
+            with suppress(RuntimeError, AttributeError):  # as does the allocator (pytorch#180395; torch 2.8 to 2.11)
                 torch._C._cuda_endAllocateToPool(index, self.pool)
                 torch._C._cuda_releasePool(index, self.pool)
             raise

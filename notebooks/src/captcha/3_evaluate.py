@@ -39,6 +39,7 @@ pack = captcha.pack(data or captcha.demo("data/short", count=COUNT))
 trained = RUN or (data and nb.kept("drive:nbtools-data/runs/captcha", "a short run"))
 if not trained:
     small = {"network": "small", "loss": "cross_entropy", "batch_size": 64, "lr": 2e-3}  # on a GPU too
+    small = small if pack.options["layout"] == "fixed" else {}
     plan = nb.advise(captcha, pack, measure=False).plan.replace(epochs=EPOCHS, warmup_epochs=0.0, **small)
     trained = nb.fit(captcha, pack, plan, receipt=False).folder
 run = nb.Run.open(nb.stage(trained))
