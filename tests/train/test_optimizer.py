@@ -165,3 +165,14 @@ def test_moments_go_to_the_parameters_of_their_name_new_ones_start_without_and_m
         assert all(torch.isfinite(p).all() for p in state.model.parameters())
         with pytest.raises(nb.NbtoolsError, match=r"state of head.weight has the shape \(2, 4\).*has \(2, 5\)"):
             state.load({**theirs, "optimizer.head.weight.exp_avg": torch.zeros(2, 4)}, old.facts())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_steps_are_counted_in_float32_whatever_torchs_default_is(name, tmp_path):
+    """CUDA's fused kernels read their bytes as such, and so a bias correction of 0."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        state = nb.TrainState(nb.classify(points(2, 2)), PACK(tmp_path), PLAN.replace(optimizer=name))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {kept["step"].dtype for kept in state.optimizer.state.values()} == {torch.float32}

@@ -160,6 +160,19 @@ def test_a_weighted_loss_is_the_mean_over_the_weights_whatever_the_batch(packs):
             assert nb.evaluate(state, pack, "val", batch_size=size)["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_given_loss_is_computed_in_float32_without_autocast(packs):
+    """In which CUDA refuses nn.BCELoss."""
+    seen = set()
+
+    def loss(outputs, y):
+        seen.add((outputs.dtype, torch.is_autocast_enabled("cpu")))
+        return F.cross_entropy(outputs, y)
+
+    plan = own.PLAN.replace(amp="bf16", epochs=1)
+    next(nb.train(task := classify(own.Small, loss=loss), nb.TrainState(task, packs["images"], plan), packs["images"]))
+    assert seen == {(torch.float32, False)}
+
+
 def test_labels_are_learned_by_binary_cross_entropy_and_all_above_a_half_are_answered(tmp_path):
     """x (6,) → which of three of its numbers are above 0, and a label that no sample has."""
     x = np.random.default_rng(0).normal(size=(200, 6)).astype(np.float32)
