@@ -280,8 +280,9 @@ def one_share(state: TrainState) -> Plan:
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure where the time of a step of this run goes, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
-    kept = [*([] if state.over else train.fixed_settings(plan)), *["batch_size"] * (state.ranks.world > 1)]
-    verdict = measure.verdict(job.task, job.pack, plan, fixed=kept, run_s=state.meter.watch.wall)
+    fixed = [] if state.over else [*train.fixed_settings(plan)]  # at the end, what is proposed is for the next run
+    fixed += ["batch_size"] * (state.ranks.world > 1)  # of several processes, which have a share of it
+    verdict = measure.verdict(job.task, job.pack, plan, fixed=fixed, run_s=state.meter.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence
         surface.panel.propose(f"Faster: {verdict.best}" if state.over else verdict.sentence, verdict.change)

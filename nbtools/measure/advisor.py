@@ -163,7 +163,7 @@ class Search:
         return plan if size >= plan.batch_size else plan.replace(batch_size=size, micro_batch_size=None)
 
     def stepper(self, plan: Plan, clock: Clock, feed: Feed | None = None) -> Stepper:
-        """Return a plan in training at the size of all that are compared, on one batch, since lengths differ."""
+        """Return a plan in training at the size of all that are compared, on one batch, or on CUDA the same few."""
         plan = self.part_of(plan.replace(**EAGER), SHORT).replace(micro_batch_size=None)
         made = Stepper(self.task, self.pack, plan, self.device, feed, clock)
         made.repeat(plan.batch_size)

@@ -54,6 +54,15 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_p
         untouched.predict(tmp_path / "nothing.npy")
 
 
+def test_the_verdict_at_the_end_may_change_what_a_run_in_progress_keeps(pack, tmp_path, monkeypatch):
+    """Since it is for the next run."""
+    verdict = MagicMock(wraps=partial(measure.verdict, seconds=0.05))
+    monkeypatch.setattr(measure, "verdict", verdict)
+    monkeypatch.setattr(measure, "receipt", partial(measure.receipt, seconds=0.05))
+    assert nb.fit(toy, pack, ONE, tmp_path / "run", progress=False).verdict is not None
+    assert not verdict.call_args.kwargs["fixed"]
+
+
 def test_an_export_is_enough_to_use_the_model(untouched, pack, tmp_path, monkeypatch):
     path = untouched.export(tmp_path / "toy-v1.2")
     assert path.name == "toy-v1.2.safetensors"
