@@ -62,7 +62,7 @@ def train(
             plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
             tried = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
             scores = nb.evaluate(tried, made, "val")
-            return f"It works: an epoch of demo data trained and saved; loaded, it has {scores}"
+            return f"It works: an epoch on demo data was trained, saved and loaded: {scores}"
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)

@@ -65,7 +65,7 @@ def fit(
     a script, Ctrl-C raises KeyboardInterrupt(run). The same call then resumes, bit for bit on a CPU.
 
     plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its folder; None: that of the run
-    below `runs/` that matches this call, else a new one. keep: a second folder for copies, usually `drive:…`. receipt:
+    under `runs/` that matches this call, else a new one. keep: a second folder for copies, usually `drive:…`. receipt:
     measure it against the baseline at the end. release_gpu: then free the GPU, on Colab the machine. samples: up to
     eight ids to show. callbacks: f(record, run); "stop" stops the run. log: "tensorboard". fresh: start over. Raises
     TrainError, PlanError, CheckpointError; the checkpoints stay intact.
@@ -114,7 +114,7 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
     if str(run).startswith("drive:"):
-        raise CheckpointError(f"run={str(run)!r}: a run is on local disk, and copied to Drive by keep={str(run)!r}")
+        raise CheckpointError(f"run={str(run)!r}: a run folder must be local; keep={str(run)!r} copies it to Drive")
     kept = None if keep is None else place_to_keep(keep)
     folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()
     if not is_torchelastic_launched() and not busy(folder):  # else `launch` has done this, or the call is refused

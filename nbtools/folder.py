@@ -133,11 +133,11 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     if former.over and moved:
         drops = checkpoint.newest(former.folder).facts["state"]["best"]["drops"]
         now, then = (train.shown(train.lr_at(each, epoch, drops, task.schedule(each))) for each in (new, old))
-        messages.append(f"{train.list_changes(moved)}: lr continues at {now}, where it had reached {then}")
+        messages.append(f"{train.list_changes(moved)}: lr continues at {now}; it had reached {then}")
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
-        messages.append(f"this run keeps what is applied so far; this call would make it {train.list_changes(advice)}")
+        messages.append(f"this run keeps its applied settings; this call would change {train.list_changes(advice)}")
     return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
 
 

@@ -15,7 +15,7 @@ FACTOR, NOISE = 3.0, 0.1  # how high: of the highest of those before it; above t
 RETRIES = 2  # returns to a checkpoint where training diverged without a change; the next time the run stops
 NOTHING = {
     "best": "there is no best checkpoint yet; the first evaluation chooses one",
-    "undo": "there is no change to undo among the last log steps; set the earlier value",
+    "undo": "there is no change to undo in the last log steps; set the earlier value",
 }
 
 

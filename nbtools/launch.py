@@ -150,7 +150,7 @@ def launch(
     """
     task, name = train.as_task(task), train.task_name(task)
     if is_torchelastic_launched():
-        raise TrainError(f"processes (--processes) starts torchrun, got {processes} in a process of it; leave it out")
+        raise TrainError(f"processes (--processes) starts torchrun, got {processes} inside torchrun; leave it out")
     if processes < 1:
         raise TrainError(f"processes (--processes) must be at least 1, got {processes}; start one for each GPU")
     if name.startswith("__main__:") or name.endswith(":"):

@@ -71,9 +71,9 @@ def pack(
     item, or a function of its name. folds: return this many packs.
     size: (H, W) for PIL images, target masks (nearest ids) and points. resize: crop (the default for classes),
     pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
-    channel of images in 0…1; by default those of the training split, with store=False of 64 items: then no copy is
+    channel of images in 0…1; by default those of the training split, or of 64 items with store=False: then no copy is
     made, and each epoch reads the Dataset. into: a folder for the pack; by default in the cache, named by options and
-    data, of other Datasets by 64 items.
+    data (of a lazy Dataset, 64 items).
     Items that cannot be used are listed in `pack.bad`. Raises PackError, DiskError or StageError.
     """
     if more or hasattr(target, "shape"):
@@ -112,7 +112,7 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
         say("images are resized to {} × {} by resize={!r}; the choices are {}".format(*resize, ", ".join(RESIZES)))
     form = items.forms[TARGET] if items.kind == "values" else Form("none")
     if TARGET not in {*items.pictures, *items.marked} and (len(form.shape) > 1 or form.shape[-1:] in ((2,), (4,))):
-        fix = "points='target' moves points and boxes, and masks are moved as PIL images"
+        fix = "points='target' moves points and boxes; give masks as PIL images"
         say(f"the target {form.column} is left as it is: {fix}")
 
 
@@ -215,7 +215,7 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
         there = [name for name in there if not crossed or split_word(name[len(at) :].split("/")[1]) == word]
         if pairs := [folder for folder in inside(there, at) if folder.lower() in NO_CLASS]:
             came, fix = ", ".join(inside(there, at)), "pass masks as a list of (image, mask), labels as a table"
-            raise PackError(f"{root / at}: {pairs[0]!r} is no class among {came}; {fix}")
+            raise PackError(f"{root / at}: {pairs[0]!r} is not a class (folders: {came}); {fix}")
         items = [{"image": root / name, TARGET: compose(name[len(at) :].split("/")[0])} for name in there]
         parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
         left_out.difference_update(there)
@@ -281,7 +281,7 @@ def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) 
     unnamed = [name for name in frame if name.startswith("Unnamed: ")]  # an index, or what is behind a last comma
     rest = own or [name for name in frame if name not in (*goals, besides, *unnamed)]
     if progress and unnamed and rest != own and options.inputs is None:
-        say(f"columns without a name are left out: {', '.join(unnamed)}; inputs=[…] takes them")
+        say(f"unnamed columns are left out: {', '.join(unnamed)}; inputs=[…] includes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
         raise PackError(f"inputs and target must be separate columns, got {inputs} and {goals}; choose with inputs=[…]")
@@ -301,7 +301,7 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
         fix += " text=function or pd.get_dummies(df), and turn dates and decimal commas into numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
     if options.text and not texts:
-        raise PackError(f"text= has no column of texts in {', '.join(inputs)}; df[[…]].astype(str) makes some")
+        raise PackError(f"text= needs a text column, not {', '.join(inputs)}; df[[…]].astype(str) makes one")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
         columns["image"] = [None if is_missing(f) else root / str(f).replace("\\", "/") for f in frame[options.image]]
@@ -368,7 +368,7 @@ def sample_of(item: Any, card: Card) -> Sample:
         raise PackError(", ".join(values), f"an item must have {', '.join(forms)}", "add what is missing")
     for name, form in forms.items():
         if isinstance(path := values[name], str | Path) and not (form.layout or options["text"]):
-            raise PackError(path, f"{name} is no image, which alone is read from a file", "pass arrays or rows")
+            raise PackError(path, f"{name} must be an image to be read from a file", "pass arrays or rows")
         values[name] = Path(path) if isinstance(path, str) and form.layout else path
     values = {name: values[name] for name in forms}
     values = plain_values(values, options["resize"], options["text"], [*options["points"]])

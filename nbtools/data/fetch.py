@@ -54,7 +54,7 @@ def local(text: str) -> Path:
         return Path(text).expanduser().absolute()
     inside = PurePosixPath(text.removeprefix("drive:").lstrip("/"))
     if ".." in inside.parts:
-        raise StageError(f"{text}: a drive: path stays inside My Drive and holds no `..`.")
+        raise StageError(f"{text}: a drive: path must stay inside My Drive, without `..`.")
     folder = os.environ.get("NBTOOLS_DRIVE")
     return (Path(folder).absolute() if folder else mount()) / inside
 

@@ -103,7 +103,7 @@ class Items:
         if options.text:  # predictions find it by name
             self.text = f"{getattr(options.text, '__module__', '')}:{getattr(options.text, '__qualname__', '<none>')}"
             if "<" in self.text or "." in self.text.partition(":")[2]:
-                raise PackError(f"text must be a function of a module, which is kept by name, got {options.text!r}")
+                raise PackError(f"text must be a module-level function, kept by its name, got {options.text!r}")
         first: dict[Any, Any] = {}  # where none can be read, `look` says it
         for i in self.looked:
             with suppress(Exception):

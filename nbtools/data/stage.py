@@ -43,7 +43,7 @@ def digest(text: str) -> str:
 def lock(target: Path, busy: StageError | None = None) -> AbstractContextManager[None]:
     """Return the lock of whoever makes a folder; others wait, or raise `busy`."""
     if "drive:" in str(target):
-        raise StageError(f"{target}: data are made on a local disk; copy them to Drive with pack.keep('drive:…').")
+        raise StageError(f"{target}: data must go to a local disk; copy them to Drive with pack.keep('drive:…').")
     return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock", busy)
 
 

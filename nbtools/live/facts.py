@@ -55,7 +55,7 @@ def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
     """Yield state, epoch, time, best, speed and memory, always in the same places; then what is out of the ordinary."""
     yield Fact(about.title, status, about.title)
     if columns.newest is None:
-        yield Fact("", "figures follow after some steps")
+        yield Fact("", "figures appear after a few steps")
         return
     yield Fact("epoch", f"{columns.newest['epoch'] + 1} of {about.epochs}", f"step {columns.newest['step']:,}")
     seconds, left = columns.since("wall")[1][-1], time_left(columns, about)

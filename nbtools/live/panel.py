@@ -63,7 +63,7 @@ class Panel:
     @property
     def changed(self) -> str:
         """Return what was changed from the start, and what the user changed."""
-        pairs = ("Given in place of the advice", self.start, self.advised), ("Changed", self.plan, self.start)
+        pairs = ("Set instead of the advice", self.start, self.advised), ("Changed", self.plan, self.start)
         said = [f"{what}: {text}" for what, a, b in pairs if (text := list_changes(a.changes_from(b)))]
         return "; ".join(said) or "No settings changed"
 

@@ -33,7 +33,7 @@ STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which
 LINES = 5  # of the log in view
 SMOOTHING = {"medium": 1.0, "strong": 4.0, "light": 0.4, "none": 0.0}
 STILL = f"""<style>{draw.STYLE}</style>
-<div class="nbtools-still">Saved while it trained; run this cell again to continue.</div>"""
+<div class="nbtools-still">Saved during training; run this cell again to continue.</div>"""
 """Has the PNG after it shown where the live view is not, see live.css."""
 KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 

@@ -207,8 +207,8 @@ def evaluations(plan: Plan, card: Card, epochs: int, price: float = 0.0) -> Choi
     samples = min(card.splits.get("val", 0), plan.eval_samples or math.inf)
     share = samples * (price or FORWARD) / max(card.splits["train"], 1)
     every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1)) if plan.eval_every == 1 else 0
-    how = "measured here" if price else f"a sample takes a third of a step's, {THUMB} (ours)"
-    why = f"one takes about {percent(share)} of an epoch's time: {how}"
+    how = "measured here" if price else f"per sample a third of training's, {THUMB} (ours)"
+    why = f"an evaluation takes about {percent(share)} of an epoch's time: {how}"
     return (every, why) if every > (0 if price else 1) else None
 
 

@@ -118,7 +118,7 @@ class Finder:
                 elif left < 2 * (LOOKS + 3) * now / best:
                     ended = LATE
                 elif now == cap:
-                    ended = f"{cap:,} samples are the most that were to be tried"
+                    ended = f"{cap:,} samples were the largest size to try"
                 now = min(2 * now, cap)
         return [self.rows[key] for key in sorted(self.rows)], ended or LATE
 
@@ -240,7 +240,7 @@ def lr_trial(
             stepper.batches.close()
     took = seconds - clock.left()
     if len(losses) < min(LEAST_VALUES, count):
-        reason = f"no trial of other learning rates: in {took:.0f} s {plural(len(losses), 'value')} ended"
+        reason = f"no trial of other learning rates: only {plural(len(losses), 'value')} ended in {took:.0f} s"
         return LrTrial(plan.lr, None, f"{reason}, as steps took longer than before", seconds=took)
     return choose_lr(losses, plan.lr, recipe, steps, took, "validation" if validation else "training")
 

@@ -63,8 +63,8 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     kind, here = device.type, f"but this device is {device.type}"
     outside = not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps")))
     for wrong, rule in (
-        (outside, "amp decides where autocast is on, but it or no_grad is on around this call; leave them"),
-        (plan.graph and processes > 1, f"graph replays one process, but {processes} train together; set graph=False"),
+        (outside, "amp controls autocast, but it or no_grad is on around this call; call it outside them"),
+        (plan.graph and processes > 1, f"graph needs one process, but {processes} train together; set graph=False"),
         (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, {here}; set graph=False"),
         (plan.graph and unrecordable(plan), "graph cannot replay fp16, compile or checkpoint_activations; choose one"),
         (plan.sync_batchnorm and processes > 1 and kind != "cuda", f"sync_batchnorm needs CUDA, {here}; set it False"),

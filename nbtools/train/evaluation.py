@@ -151,7 +151,7 @@ def rehearse(state: Any, pack: Pack) -> None:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        fix = "; whole numbers come as they are: pack float32, or pixels as uint8 images" * ("take the pack" in what)
+        fix = "; whole numbers are not converted: pack float32, or pixels as uint8 images" * ("take the pack" in what)
         raise TrainError(f"{title_of(task)}: {what}: {why}; change it{fix * ('type' in why)}") from error
 
 

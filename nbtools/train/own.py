@@ -32,7 +32,7 @@ METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)
 class classify(Task):
     """The task of naming the class, or all labels, of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
-    model: a module, of which each run trains a copy, or a function that makes one, of whichever it takes of `classes`
+    model: a module, of which each run trains a copy, or a function that makes one from those it takes of `classes`
     (how many), `inputs` (features, or channels of an image), `card` and `plan`. It returns logits (B, K), as a tensor,
     `.logits` or ["out"]; its forward takes columns of the pack by name, else in order. metrics: accuracy (default),
     top5_accuracy, balanced_accuracy, f1; of labels map and f1 (default: both); or functions of (outputs, batch) that
@@ -93,7 +93,7 @@ class classify(Task):
         ragged = came == "values" and card.columns[TARGET].kind == "ragged"
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, but these are {came}"
-            fix = "floats become classes with astype(int), one-hot rows with argmax(1); numbers values, classes=False"
+            fix = "floats become classes with astype(int), one-hot rows with argmax(1), numbers values by classes=False"
             fix = "name one: nb.pack(…, target=…)" if came == "none" else fix
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
@@ -117,7 +117,7 @@ class classify(Task):
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y, outputs = batch[TARGET], defaults.logits_of(model(batch))
         if self.card.options["kind"] == "classes" and is_of(self.criterion, LOGISTIC):
-            rule = "this loss takes 0 or 1 for each output, and y is the number of a class"
+            rule = "this loss takes 0 or 1 for each output, but y holds class indices"
             raise TrainError(f"{rule}; end the network with an output for each class, and leave out the loss")
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)

@@ -83,7 +83,7 @@ class TrainState:
         for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
             self.events.append(f"Plan.{name} has no effect: the task's own optimizer or schedule decides it")
         if plan.checkpoint_activations and not any(hasattr(layer, "recompute") for layer in self.model.modules()):
-            self.events.append("nbtools itself recomputes activations in its built-in networks only")
+            self.events.append("checkpoint_activations by itself acts only on built-in networks")
         self.graphs = Graphs(device, self.events) if plan.graph and device.type in devices.GRAPH_DEVICES else None
         self.keys = Keys(len(pack), self.device)  # of draws
         self.evaluate_next = False  # ask for an evaluation before the next step

@@ -29,7 +29,7 @@ FIXES = {  # patterns of torch's errors in a step → what to do
     "optimizer, without clip_norm",
     "fused_": "the built-in optimizers are fused: pass optimizer=torch.optim.AdamW",
     "more than 1 value per channel": "BatchNorm needs two samples at a time: raise batch_size or micro_batch_size",
-    "does not require grad": "compute the loss by torch alone, without .item(), .detach(), argmax, NumPy and no_grad",
+    "does not require grad": "compute the loss in torch only, without .item(), .detach(), argmax, NumPy and no_grad",
     "inplace operation": "write y = y + 1 in place of y += 1 in the network or the loss",
     "CUBLAS_WORKSPACE": "torch computed on the GPU before nbtools was imported: restart, and import nbtools first",
     "second time": "the network keeps what it computed for the last batch: detach it in forward",
@@ -131,7 +131,7 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
         batch = {**batch, **{k: v.contiguous(memory_format=torch.channels_last) for k, v in images.items()}}
     with autocast(plan, state.device):
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
-    state.scaler.scale(loss_sum / denominator_of(denominator or count)).backward()  # which only fp16 scales
+    state.scaler.scale(loss_sum / denominator_of(denominator or count)).backward()  # scaled in fp16 only
     return loss_sum.detach(), count
 
 

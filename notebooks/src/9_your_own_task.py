@@ -78,9 +78,9 @@ pack
 
 # %% [markdown]
 # ## The task
-# A network, or a function that makes one, and its loss: `nb.classify` brings cross entropy, accuracy and pictures of
-# samples; `nb.regress` is its counterpart for numbers. The function gets what its parameters ask for: `classes`, their
-# number, and `inputs`, here the channels. `augment` changes each batch on the device, reproducibly for each sample.
+# A network, or a function that makes one, and its loss: `nb.classify` adds cross entropy, accuracy and pictures of
+# samples; `nb.regress` is its counterpart for numbers. The function gets what its parameters ask for: the number of
+# `classes`, and `inputs`, here channels. `augment` changes each batch on the device, reproducibly for each sample.
 
 # %%
 from torch import nn
@@ -136,7 +136,7 @@ run.summary().tail(3)
 # The receipt compares with a DataLoader that opens the same images one by one.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
 
 # %% [markdown]
 # ## Use it

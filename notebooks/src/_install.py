@@ -1,7 +1,7 @@
 # %% [markdown]
 # ## Install
-# Takes a minute or two and replaces no package of Colab's. `SOURCE`: GitHub, your fork, or a zip or wheel on your Drive
-# (`"drive:nbtools-main.zip"`); another needs a new runtime. If it fails, pip's `ERROR` line says why.
+# Takes a minute or two and replaces no Colab package. `SOURCE`: GitHub, your fork, or a zip or wheel on your Drive
+# (`"drive:nbtools-main.zip"`); switching needs a new runtime. If it fails, pip's `ERROR` line says why.
 
 # %% cellView="form" jupyter={"source_hidden": true}
 SOURCE = "{repository}/archive/main.zip"

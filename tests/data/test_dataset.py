@@ -126,7 +126,7 @@ def test_a_csv_as_people_write_it_gives_its_columns_and_its_rows_are_predicted_h
     made = nb.pack(path)
     assert (made.classes, made.options["columns"], len(made)) == (["a", "b"], ["a", "b"], 19)
     said = capsys.readouterr().err
-    assert "columns without a name are left out: Unnamed: 0; inputs=[…] takes them" in said
+    assert "unnamed columns are left out: Unnamed: 0; inputs=[…] includes them" in said
     assert "1 of 20 samples cannot be used, see pack.bad" in said
     path.write_text("b,a\n0,0.5\n1,1.5\n")
     rows = [{"a": 0.5, "b": 0}, {"a": 1.5, "b": 1, "label": None}]
@@ -208,9 +208,9 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "2 classes cat, dog are .* label is 2": ([(0.5, i % 2 + 1) for i in range(20)], {"classes": ["cat", "dog"]}),
     "a list of names, each once, .* got {'dog': 1}": ([(0.5, 0)] * 20, {"classes": {"dog": 1}}),
     "names of their own, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
-    "text= has no column of texts in a;": (frame(), {"text": len}),
+    "text= needs a text column, not a;": (frame(), {"text": len}),
     "several targets must be numeric, got a, b; name one": (frame(b="u"), {"target": ["a", "b"]}),
-    "drive:x: data are made on a local disk": (frame(), {"into": "drive:x"}),
+    "drive:x: data must go to a local disk": (frame(), {"into": "drive:x"}),
     "a column or a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
     "not numeric: b, c, d; .*get_dummies.*decimal": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
     "No such file or directory; check the path a/5.png, its ending": ([(Path("a/5.png"), 0)] * 20, {}),
@@ -218,7 +218,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "one argument, got target=Series; write": (frame()[["a"]], {"target": frame()["y"]}),
     "the same classes, got .*'dog'.*'bee'": (ConcatDataset([PETS, Items(PETS.item, classes=["ant", "bee"])]), {}),
     "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
-    "text must be a function of a module": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
+    "text must be a module-level function": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
     "the inputs hold none: x float32": (Items(vector), {"mean": [0.5], "std": [0.5]}),
     "of bytes in 0…1, got .*123.0": ([(image(), 0)] * 20, {"mean": np.full(3, 123.0), "std": [58] * 3}),
@@ -290,7 +290,7 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
 
 
 NO_CLASSES = {  # what is said → folders with 6 pictures each, the one that is packed
-    "'images' is no class among images, masks; ": ("images masks", ""),
+    "'images' is not a class .folders: images, masks.; ": ("images masks", ""),
     "got only train, val; name the": ("train val", ""),
     "got only cat; name the": ("cat", ""),
     r"got no folder with images, but 0\.png.*; name the": ("cat", "cat"),

@@ -173,7 +173,7 @@ def test_a_call_inside_of_no_grad_or_autocast_is_refused_and_an_interrupt_leaves
 
     plan = ONE.replace(amp="bf16")
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
-        with pytest.raises(TrainError, match="no_grad is on around this call; leave them"), context:
+        with pytest.raises(TrainError, match="no_grad is on around this call; call it outside them"), context:
             nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
     with pytest.raises(KeyboardInterrupt):
         nb.fit(acting({5: interrupt}), pack, plan, tmp_path / "run", **QUIET)

@@ -179,7 +179,7 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
     stopped(pack, advised(epochs=30), "r")
     again = stopped(pack, advised(epochs=30, batch_size=32, amp="bf16"), "r")
     assert (again.plan.batch_size, again.plan.amp, texts(again, "change")) == (16, "off", [])
-    said = "this run keeps what is applied so far; this call would make it batch_size 16 → 32, amp off → bf16"
+    said = "this run keeps its applied settings; this call would change batch_size 16 → 32, amp off → bf16"
     assert said in capsys.readouterr().err
     again = stopped(pack, advised(batch_size=32).plan.replace(epochs=20), "r")
     assert (again.plan.epochs, again.plan.batch_size) == (20, 16), "only what code gave is a change"
@@ -211,7 +211,7 @@ def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_b
         fit(pack, plan, folder, task(**given))
         refused(pack, plan.replace(lr=0.1), folder, task(**given), says=r"finished.*lr 0.01 → 0.1.*fresh=True")
         assert epochs(fit(pack, plan.replace(epochs=4), folder, task(**given))) == 4
-        assert "epochs 2 → 4: lr continues at 0.005, where it had reached 0" in capsys.readouterr().err
+        assert "epochs 2 → 4: lr continues at 0.005; it had reached 0" in capsys.readouterr().err
 
 
 def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_layers_are_unfrozen(pack):

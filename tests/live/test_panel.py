@@ -125,7 +125,7 @@ def test_help_and_reasons_of_changes_stand_next_to_fields_are_escaped_and_a_page
     made.fields["epochs"].value = "30"
     assert made._repr_mimebundle_()["text/plain"] == "Panel. Changed: epochs 10 → 30, lr 0.001 → 0.002"
     demo = Panel(made.advised, epochs=2, lr=made.advised.lr)
-    assert "Given in place of the advice: epochs 10 → 2" in words(demo), "by the notebook, not the user"
+    assert "Set instead of the advice: epochs 10 → 2" in words(demo), "by the notebook, not the user"
     assert (demo.plan.epochs, demo.advised.epochs, "lr" in demo.plan.given()) == (2, 10, "lr" in made.advised.given())
 
 

@@ -120,7 +120,9 @@ def test_evaluations_are_as_rare_as_the_measured_time_of_one_says(tmp_path, scor
     vars(job)["PLAN"] = job.PLAN.replace(epochs=30, eval_samples=samples)
     advice = measured(job, toy.make_pack(tmp_path, count=600), seconds=60.0)
     assert advice.plan.eval_every == every
-    assert re.fullmatch(r"one takes about \d+ % of an epoch's time: measured here", advice.reasons["eval_every"])
+    assert re.fullmatch(
+        r"an evaluation takes about \d+ % of an epoch's time: measured here", advice.reasons["eval_every"]
+    )
 
 
 def test_what_was_measured_has_its_evidence_is_kept_next_to_the_pack_and_comes_back_for_that_pack_only(pack, tmp_path):

@@ -249,7 +249,7 @@ def test_a_search_ends_in_time_and_says_what_ended_it(pack, monkeypatch):
     assert "throughput no longer rises" in str(flat)
     capped = found(pack, Job(fixed=100.0), seconds=1e6, most=6)
     assert max(row.batch_size for row in capped.rows) == 6
-    assert "no larger one was timed: 6 samples are the most that were to be tried" in str(capped)
+    assert "no larger one was timed: 6 samples were the largest size to try" in str(capped)
 
 
 @pytest.mark.parametrize(("most", "largest"), [(1, 1), (5, 4), (63, 32)])

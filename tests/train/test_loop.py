@@ -98,7 +98,7 @@ UNTRAINABLE: dict[str, dict[str, Any]] = {  # what is said → hooks of the task
     "1 parameter of": {"groups": lambda net, _: [{"params": [*net.parameters(), nn.Parameter(torch.ones(1))]}]},
     "Net has no parameter .*, and put a list of": {"model": lambda *_: toy.Net(4, 0.0).requires_grad_(False)},
     r"batch_size 5000 is larger than the train split \(\d+ samples\); set it to": {"batch_size": 5000},
-    "does not require grad.*; compute the loss by torch alone": {"loss": lambda f, x, _: f(x).argmax(1).float().mean()},
+    "does not require grad.*; compute the loss in torch only": {"loss": lambda f, x, _: f(x).argmax(1).float().mean()},
     r"loss must return .*; got a float; .* without \.item\(\)": {"loss": lambda f, x, _: f(x).mean().item()},
     "; BatchNorm needs two": {"loss": lambda f, x, _: nn.BatchNorm1d(4)(f(x)).sum(), "batch_size": 1},
     "BEST is 'acc', but its metrics are loss, accuracy": {"BEST": "acc"},

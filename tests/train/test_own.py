@@ -289,7 +289,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "metrics must be names, and functions": {"metrics": {"f1": agreement}},
     "loss must be a function of .*got <class": {"loss": nn.CrossEntropyLoss},
     "loss Bilinear has parameters": {"loss": nn.Bilinear(3, 3, 1)},
-    "takes 0 or 1 for each output, and y is the number of a class": {"loss": nn.BCEWithLogitsLoss()},
+    "takes 0 or 1 for each output, but y holds class indices": {"loss": nn.BCEWithLogitsLoss()},
     "loss takes probabilities, but .* the sigmoid": {"loss": nn.BCELoss()},
     "loss takes probabilities, but metrics": {"loss": partial(F.binary_cross_entropy, reduction="sum")},
     r"a function of \(groups, plan\), got SGD": {"optimizer": SGD},
@@ -309,7 +309,7 @@ OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
     r"one value for each element .*, got \(\d+, 2\)": (nb.regress(lambda: nn.Linear(4, 2)), "rows"),
     r"does not take the pack's x float32 \(4\).* and 64x1\)": (nb.regress(nn.Linear(64, 1)), "rows"),
-    "whole numbers come as they are: pack float32, or pixels as uint8": (nb.classify(nn.Linear(4, 2)), "whole"),
+    "whole numbers are not converted: pack float32, or pixels as uint8": (nb.classify(nn.Linear(4, 2)), "whole"),
     r"model returns the same network each time, .*; make a new one in it, or": (Shared(), "images"),
     r"got the network Small; pass nb\.classify\(net\) or nb\.regress": (own.Small(3), "images"),
     "the loss or a metric does not take .*: No module named 'rapids'": (BARE, "toy"),
@@ -361,7 +361,7 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
     assert run.predict(chosen.iloc[0]) == pytest.approx(expected[:1])
     chosen.to_csv(tmp_path / "new.csv")
     assert run.predict(tmp_path / "new.csv") == pytest.approx(expected)
-    with pytest.raises(PackError, match=r"x is no image, which alone is read from a file, got .*; pass arrays or rows"):
+    with pytest.raises(PackError, match=r"x must be an image to be read from a file, got .*; pass arrays or rows"):
         run.predict([tmp_path / "new.csv"])
     again = run.pack(frame.assign(e=1)[["e", "d", "price", "c", "b", "a"]], test=1.0, progress=False)
     assert again.arrays["x"][:5].tolist() == frame[[*"abcd"]].to_numpy(np.float32)[:5].tolist()

@@ -36,7 +36,7 @@ class Plan(BasePlan):
     """The settings of captchas, in addition to those of every plan."""
 
     network: str = knob("auto", "auto: guide, or ctc for lines; small: for CPUs", choices=("auto", *NETWORKS))
-    loss: str = knob("soft_margin", "for fixed captchas: the original, or per position", choices=LOSSES)
+    loss: str = knob("soft_margin", "for fixed captchas; soft_margin is the original", choices=LOSSES)
     augment: float = knob(0.0, "strength of the augmentation; 0: none", least=0, most=2)
     bucket: int = bucket_knob("columns")
 

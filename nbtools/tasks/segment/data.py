@@ -67,7 +67,7 @@ def pack(
     interrupted packing resumes. Needs scipy for the distances to the class boundary.
 
     size: (height, width) or one side, in pixels; by default the images' own if they have one size of at most 2
-    million pixels, else 384 × 384, which is said. Others are scaled to fit inside; the rest is 0, and ignored.
+    million pixels, else 384 × 384, with a message. Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
     id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
     ids in the masks. What no shape of CVAT covers is the class called background. ignore: ids or names to leave out,

@@ -189,7 +189,7 @@ def train_clips(folder: Path, films: dict[str, Film]) -> Clips:
     labels, *_ = read_lists(folder, [*films])
     clips = [(film, labels[name]) for name, film in films.items() if name in labels and split_of(name) == "train"]
     if not clips:
-        rule = "finetune trains on clips with a label below a folder train/, and there are none"
+        rule = "finetune needs labelled clips in a folder train/, and there are none"
         raise PackError(f"{folder}: {rule}; sort clips into train/ and val/, with a labels.csv each")
     return clips
 

@@ -41,7 +41,7 @@ class Plan(BasePlan):
     label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
     dropout: float | None = knob(None, "dropout; None: the network's (Transformer 0.1, GRU 0.3)", least=0, most=0.99)
     normalise: str = knob(
-        "hands", "coordinates relative to the frame; to the shoulders; fingers also to wrists", choices=FRAMES
+        "hands", "coordinates relative to frame; shoulders; shoulders, fingers to wrists", choices=FRAMES
     )
     bucket: int = bucket_knob("frames")
     time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)

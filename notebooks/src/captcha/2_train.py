@@ -74,17 +74,17 @@ panel
 # saves and returns the run; running this cell again resumes it.
 #
 # A line for each epoch stays in the cell's output: `whole_acc` is the share of captchas with every character right.
-# `run.summary()` is their table.
+# `run.summary()` tabulates them.
 
 # %%
 run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
 
 # %% [markdown]
 # ## The receipt
-# The guide's "before" ran for a few seconds on this machine and this data. This is how yours compare.
+# The guide's "before" ran for a few seconds on this machine and this data. See how your run compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

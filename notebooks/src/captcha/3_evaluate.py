@@ -49,7 +49,7 @@ run = nb.Run.open(nb.stage(trained))
 # On the test split, which neither training nor the choice of the best checkpoint has seen: the share of characters that
 # are right, and the share of captchas with every character right.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for unseen data, all of it as the test split.
 
 # %%
 nb.evaluate(run, pack, split=SPLIT)

@@ -16,8 +16,8 @@
 # ## Settings
 # `RAW` may be a folder, an archive, `drive:…` for a path in your Drive, or a Drive link, with folders `HWDB2.0Train`
 # … `HWDB2.2Test`, unpacked, or `train/`, `train_img_id_gt.txt` with `name,text` on each line, and `chars_list.txt`.
-# `help(hwdb.pack)` lists the `OPTIONS`. The lines' height follows this machine's GPU; `{"height": 96}` sets that of the
-# one to train on.
+# `help(hwdb.pack)` lists the `OPTIONS`. The line height follows this machine's GPU; set `{"height": 96}` for
+# training on another.
 
 # %% tags=["parameters"]
 import os

@@ -4,7 +4,7 @@
 # {badge}
 #
 # Trains a recogniser of handwritten lines, a convolutional network with CTC, with a plan measured on your
-# machine, whose settings you can change meanwhile. It ends with a receipt: how much faster than the guide's "before",
+# machine and settings you can change live. It ends with a receipt: how much faster than the guide's "before",
 # on your data.
 #
 # **GPU:** 24 GB or more (not tested yet) for the guide's network of 53 M parameters; else a slim network is
@@ -83,10 +83,10 @@ run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu
 # %% [markdown]
 # ## The receipt
 # The guide's "before" (batch 8, every line decoded again at each access, no mixed precision) ran for a few seconds on
-# this machine and this data. This is how yours compare.
+# this machine and this data. See how your run compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -52,7 +52,7 @@ run = nb.Run.open(nb.stage(trained))
 # substituted, missing and inserted characters, `ar` is 1 - cer, and `cr` ignores insertions: the ICDAR competition's
 # metrics.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for unseen data, all of it as the test split.
 
 # %%
 nb.evaluate(run, pack, split=SPLIT)
@@ -112,7 +112,7 @@ pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items(
 
 # %% [markdown]
 # ## Your own lines
-# `run.predict` prepares a raw line exactly as training did. Without files of your own, it reads invented
+# `run.predict` prepares a raw line exactly as training did. Without files of your own, it reads generated
 # lines.
 
 # %%

@@ -4,7 +4,7 @@
 # {badge}
 #
 # Trains BiSeNetV2, or on a CPU a slim version of it, to predict the class of every pixel. The plan has a reason for
-# every choice. Predictions are drawn while it trains. The receipt shows how much faster that is than the guide's
+# every choice. Predictions are drawn while it trains. The receipt shows how much faster it trains than the guide's
 # "before" on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
@@ -73,7 +73,7 @@ panel
 # Evaluations during training are single passes; several scales and mirror images, if the plan asks for them, are left
 # to `nb.evaluate`.
 #
-# A line for each epoch stays in the cell's output; `run.summary()` is their table.
+# A line for each epoch stays in the cell's output; `run.summary()` tabulates them.
 
 # %%
 run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu=RELEASE_GPU)
@@ -81,10 +81,10 @@ run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 # %% [markdown]
 # ## The receipt
 # The guide's "before" (every image decoded again at each access, no mixed precision) ran for a few seconds
-# on this machine and this data. This is how yours compare.
+# on this machine and this data. See how your run compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -3,8 +3,8 @@
 #
 # {badge}
 #
-# Shows which classes are recognised and which are confused, which images are worst, and what several scales
-# and mirror images gain and cost. Without a trained run on your Drive it trains a short one first.
+# Shows which classes are recognised and which are confused, which images are worst, and what test-time
+# scaling and mirroring gain and cost. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside,
 # after `2_train`.
@@ -45,7 +45,7 @@ run = nb.Run.open(nb.stage(trained))
 # On images that training never saw. mIoU: the overlap of prediction and truth divided by their union, per class over
 # the whole set, then averaged.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for unseen data, all of it as the test split.
 
 # %%
 found = nb.evaluate(run, pack, split=SPLIT)
@@ -73,8 +73,8 @@ worst = report.worst.index[:4]
 segment.show(pack, worst, run.predict_pack(pack, worst))
 
 # %% [markdown]
-# ## What several scales cost, and what they gain
-# Each image at more scales and mirrored, the predictions averaged, and the seconds that the split takes.
+# ## What scaling and mirroring gain and cost
+# Evaluates each image at several scales and mirrored, averages the predictions, and times the split.
 
 # %%
 import time

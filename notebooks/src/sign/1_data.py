@@ -70,7 +70,7 @@ pack
 sign.show(pack, pack.ids("train")[:4])
 
 # %% [markdown]
-# ## How long they are, how many there are
+# ## Length and number of clips
 # Long clips cost time and padding; rare glosses cost accuracy.
 
 # %%

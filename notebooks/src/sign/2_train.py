@@ -4,7 +4,7 @@
 # {badge}
 #
 # Trains two models on the same clips, side by side: a Transformer on keypoints, and a GRU on ready-made image features,
-# each with a plan and its reasons. The receipt shows how much faster that is than the guide's
+# each with a plan and its reasons. The receipt shows how much faster training is than the guide's
 # "before" on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
@@ -111,10 +111,10 @@ nb.compare(*runs)
 # %% [markdown]
 # ## The receipt
 # The guide's "before" (every clip decompressed again at each access) ran for a few seconds on this machine and this
-# data. This is how the Transformer's compare.
+# data. See how the Transformer compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a run that ended; else the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -46,7 +46,7 @@ pack = run.readable(pack)  # some clips may lack what its network reads
 # On clips that training never saw, in the demo those of other signers: the share of clips with the right gloss, with
 # the right category, and with the right gloss among the five most likely.
 #
-# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for data this run has not seen, all as the test split.
+# `nb.evaluate(run, run.pack("folder", test=1.0))` does the same for unseen data, all of it as the test split.
 
 # %%
 nb.evaluate(run, pack, split=SPLIT)
