@@ -6,6 +6,7 @@ import io
 import json
 import math
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,7 @@ from nbtools import disk
 from nbtools.data import Pack, collate, say
 from nbtools.errors import MissingExtra, TrainError
 from nbtools.run import Run
-from nbtools.train import checkpoint, title_of
+from nbtools.train import checkpoint, classify, logits_of, title_of
 
 SAMPLES = 8  # on which answers are compared, in batches of 1, 2 and 5; torch takes an axis of length 1 for a fixed one
 TOLERANCE = 1e-4  # of the largest value where that is above 1
@@ -43,15 +44,16 @@ def write(run: Run, path: Path, pack: Pack | None) -> Path:
 
 
 class Graph(nn.Module):
-    """A network that takes its batch as tensors in the order of their names, and returns a tuple of tensors."""
+    """A network that takes its batch as tensors in the order of their names, and returns a tuple of tensors, those of
+    its outputs that are `taken`."""
 
-    def __init__(self, network: nn.Module, names: list[str]):
+    def __init__(self, network: nn.Module, names: list[str], taken: Callable[[Any], Any]):
         super().__init__()
-        self.network, self.names = network, names
+        self.network, self.names, self.taken = network, names, taken
         self.eval()  # the exporter puts back what it was
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = self.network(dict(zip(self.names, tensors, strict=True)))
+        outputs = self.taken(self.network(dict(zip(self.names, tensors, strict=True))))
         return tuple(one for one in tree_leaves(outputs) if isinstance(one, Tensor))
 
 
@@ -67,7 +69,8 @@ def onnx_file(run: Run, path: Path, pack: Pack) -> bytes:
     if not inputs:
         missing = f"{title_of(run.task)} has no tensors(card, plan), which says what an ONNX file reads and returns"
         raise TrainError(f"{missing}; define it, or leave .onnx out: {INSTEAD}")
-    pack, graph, file = run.readable(pack), Graph(run.model("cpu"), list(inputs)), cast(Any, io.BytesIO())
+    taken = logits_of if isinstance(run.task, classify) else tree_leaves
+    pack, graph, file = run.readable(pack), Graph(run.model("cpu"), [*inputs], taken), cast(Any, io.BytesIO())
     ids = next(filter(len, map(pack.ids, ("val", "test", "train"))))
     parts = np.split(ids[np.linspace(0, len(ids) - 1, SAMPLES).round().astype(int)], (1, 3))  # from all over a split
     raws = (collate([pack.sample(int(i)) for i in part], pack.columns) for part in parts)

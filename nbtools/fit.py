@@ -203,11 +203,14 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
             job.log(record)
             surface.update(record)
             run.plan = state.applied
+            if callbacks and record.kind == "epoch":
+                job.wait()  # a callback may ask for the best weights so far
             for function in callbacks if record.values else ():
-                if function(record, run) == "stop":
+                if function(record, run) == "stop" and not state.over:
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")
-            if run.plan is not state.applied:
-                state.plan = run.plan
+            if run.plan is not state.applied:  # a callback's changes, beside what the user has requested meanwhile
+                changed = run.plan.changes_from(state.applied)
+                state.plan = state.plan.replace(**{name: getattr(run.plan, name) for name in changed})
             if record.kind != "change" and surface.listen() and act(job, guard):
                 break
     job.save()
@@ -226,7 +229,9 @@ def act(job: Job, guard: Guard) -> bool:
         if requests.stop or requests.paused:  # a paused notebook may lose its machine
             job.save()
         if requests.stop:
-            surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to continue", "stop")
+            lost = train.list_changes(state.plan.changes_from(state.applied))
+            then = "get its receipt" if state.over else f"continue{lost and f', without {lost}'}"
+            surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to {then}", "stop")
             return True
         if requests.take("profile"):
             surface.measure()

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from uuid import uuid4
 
@@ -68,6 +69,8 @@ def settings(thing: Any, values: bool) -> Iterator[str]:
     for name, value in vars(thing).items():
         if values and isinstance(value, torch.Tensor):
             value = digest(value)
+        if isinstance(value, FunctionType | BuiltinFunctionType):  # such as F.relu
+            value = train.qualified_name(value)
         if isinstance(value, (*PLAIN, list, dict) if values else PLAIN) and name not in VARYING and name[0] != "_":
             yield f"{name}={value}"
 

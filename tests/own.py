@@ -42,6 +42,9 @@ def sequences(count: int, seed: int = 0) -> list[tuple[np.ndarray, int]]:
 
 DATA: dict[str, Any] = {"images": images, "rows": rows, "sequences": sequences}
 DATA["points"] = lambda count: [(row, int(row[0] > 0)) for row, _ in rows(count)]
+DATA["labels"] = lambda count: [
+    (row, ["up"] * int(row[0] > 0) + ["odd"] * (i % 2)) for i, (row, _) in enumerate(rows(count))
+]
 DATA["bare"] = lambda count: [*np.ones((count, 4), np.float32)]
 DATA["whole"] = lambda count: (np.ones((count, 4), int), [0, 1] * (count // 2))
 

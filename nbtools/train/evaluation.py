@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
 
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
-from nbtools.train.defaults import logits_of, mean_average_precision, score
+from nbtools.train.defaults import mean_average_precision, score
 from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
@@ -53,6 +54,23 @@ class Sums:
         return values
 
 
+class Answered:
+    """A network that has given its outputs: for a loss in evaluation, whose forward pass also serves the metrics."""
+
+    def __init__(self, network: nn.Module, outputs: Any):
+        self.network: Any = network
+        self.outputs = outputs
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self.outputs
+
+    def __getattr__(self, name: str) -> Any:  # such as parameters(), of which a loss may add a norm
+        return getattr(self.network, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.network[key]
+
+
 @torch.no_grad()
 def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan) -> tuple[Any, Any]:
     """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which ends with it."""
@@ -71,7 +89,7 @@ def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, metrics: Any = 
     """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     (batch, outputs), first = forward(task, model, raw, plan), next(iter(raw.values()))
     with torch.no_grad(), autocast(plan, first.device):
-        loss = as_sum(task.loss(lambda *_, **__: outputs, batch, plan), len(first))
+        loss = as_sum(task.loss(Answered(model, outputs), batch, plan), len(first))
     return {"loss": loss, **score(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
@@ -118,33 +136,40 @@ def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str) -
 
 def rehearse(state: Any, pack: Pack) -> None:
     """Raise TrainError, with shapes, unless network, loss and metrics take the pack's samples. No state changes."""
-    task, plan, device = state.task, state.applied.while_training(), state.device
+    task, model, plan, device = state.task, state.model, state.applied.while_training(), state.device
     first, target = pack.ids("train")[:REHEARSED], pack.arrays.get(TARGET, np.zeros(()))
     if pack.options.get("kind") == "classes" and target.ndim == 1:  # a loss may not take the highest one
         first = np.append(first, pack.ids("train")[np.argmax(target[pack.ids("train")])])
     raw = {name: tensor.to(device) for name, tensor in gather(pack, first).items()}
     what = "the network or its `batch` does not take the pack's "
     what += ", ".join(f"{name} {column}" for name, column in pack.columns.items())
+    odd = [p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if task.card is not None:
-                if not {*state.model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
+                if not {*model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
                     rule = f"{title_of(task)}: model returns the same network each time, so a later run starts trained"
                     raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
                 task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
-            batch, outputs = forward(task, state.model, raw, plan)
+            ends, before = dict[Any, Any](), {name: x.shape for name, x in model.state_dict().items()}
+            with register_module_forward_hook(lambda layer, _, output: ends.update({type(layer): output})):
+                batch, outputs = forward(task, model, raw, plan)
+            if grown := [name for name, x in model.state_dict().items() if x.shape != before.get(name)]:
+                rule = f"{title_of(task)}: the first forward pass makes {grown[0]}, which no optimizer then has"
+                raise TrainError(f"{rule}; make it in __init__, or call the network on a sample first")
             shapes = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
             what = "the loss or a metric does not take outputs {}, y {}".format(*shapes)
             if device.type == "cuda":  # whose kernels end the process where a class is out of range
                 with suppress(RuntimeError):  # of a loss with tensors of its own on the GPU
-                    check_batch(task, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
+                    check_batch(task, model, *tree_map_only(Tensor, Tensor.cpu, (outputs, batch)), plan=plan)
             with autocast(plan, device):
-                check_batch(task, outputs, batch, plan)
+                check_batch(task, model, outputs, batch, plan)
             if not pack.splits["val"] and (plan.early_stop or plan.schedule == "plateau"):
                 state.events.append("without a validation split early_stop and plateau do nothing; pack with val=0.1")
-            if is_normalised(task, outputs):
-                what = "the network returns probabilities, and cross entropy applies softmax to them again"
-                state.events.append(f"{what}: it learns slowly; leave out the softmax at its end")
+            if hasattr(task, "misfit") and (misfit := task.misfit(outputs, ends)):
+                state.events.append(misfit)
+            if odd and odd[0] in DTYPES.values():
+                state.events.append(f"the weights are {odd[0]}, too coarse for small updates; net.float() is not")
     except torch.OutOfMemoryError:
         return  # the first step takes smaller parts
     except NbtoolsError:
@@ -152,21 +177,13 @@ def rehearse(state: Any, pack: Pack) -> None:
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         fix = "; whole numbers are not converted: pack float32, or pixels as uint8 images" * ("take the pack" in what)
+        fix = f"; the weights are {odd[0]}: pass net.float()" if odd else fix
         raise TrainError(f"{title_of(task)}: {what}: {why}; change it{fix * ('type' in why)}") from error
 
 
-def is_normalised(task: Any, outputs: Any) -> bool:
-    """Return whether outputs that nb.classify gives to cross entropy are those of a softmax already."""
-    own = vars(task).get("criterion", task) is not None  # a loss, or a Task, that somebody wrote
-    if own or task.card.options["kind"] != "classes" or len(task.card.classes) == 1:
-        return False
-    logits = logits_of(outputs).float()
-    return bool((logits >= 0).all()) and torch.allclose(logits.sum(1), torch.ones_like(logits[:, 0]), atol=1e-3)
-
-
-def check_batch(task: Any, outputs: Any, batch: Any, plan: Any) -> None:
+def check_batch(task: Any, model: nn.Module, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
-    as_sum(task.loss(lambda *_, **__: outputs, batch, plan), 1)
+    as_sum(task.loss(Answered(model, outputs), batch, plan), 1)
     names = ["loss", *score(task.metrics, outputs, batch, task.card)]
     if task.BEST.lstrip("-") not in names or (task.card is not None and task.BEST in ("loss", "mae", "mse")):
         rule = f"BEST must be one of {', '.join(names)}, with a minus where lower is better"

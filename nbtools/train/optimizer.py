@@ -44,8 +44,9 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
         group |= {} if group["decays"] else {"weight_decay": 0.0}
     require_all(model, groups, "the task's groups")
     optimizer = task.optimizer(groups, plan)
-    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
-        raise TrainError(f"optimizer must return an Optimizer that needs no closure, got {type(optimizer).__name__}")
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS) or hasattr(optimizer, "eval"):
+        rule = "optimizer must return an Optimizer that needs no closure, and no eval() before evaluations"
+        raise TrainError(f"{rule}, got {type(optimizer).__name__}; choose another, or Plan(ema=0.999) for an average")
     require_all(model, optimizer.param_groups, "the optimizer's groups")
     for group in optimizer.param_groups if not hasattr(optimizer, "built_in") else ():
         group["lr_scale"] = float(group["lr"]) / plan.lr

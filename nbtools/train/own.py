@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, autocast, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
@@ -24,7 +25,9 @@ from nbtools.train.task import Task, as_sum
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
 POISSON = (nn.PoissonNLLLoss, F.poisson_nll_loss)
-UNSCALED = (*LOGISTIC, *POISSON, nn.BCELoss, F.binary_cross_entropy, nn.KLDivLoss, F.kl_div, nn.SoftMarginLoss)
+KL = (nn.KLDivLoss, F.kl_div)
+SIGNS = (nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.hinge_embedding_loss)
+UNSCALED = (*LOGISTIC, *POISSON, *KL, *SIGNS, nn.BCELoss, F.binary_cross_entropy)
 """Losses of probabilities, counts and signs: y means something as it is."""
 METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)}
 
@@ -98,7 +101,8 @@ class classify(Task):
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):
-            return copy.deepcopy(network)
+            kept = tree_leaves([vars(module) for module in network.modules()])  # such as activations of a call before
+            return copy.deepcopy(network, {id(x): x.detach() for x in kept if getattr(x, "grad_fn", None) is not None})
         first = card.options["inputs"][0]
         width = (defaults.shape_of(card, first) or (1,))[0 if defaults.layout_of(card, first) else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
@@ -129,6 +133,16 @@ class classify(Task):
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
         return defaults.score(self.measured, outputs, batch, self.card)
 
+    def misfit(self, outputs: Any, ends: Mapping[Any, Any]) -> str:
+        """Return what at the network's end spoils its learning, "" for none. ends: kind of layer → its last result."""
+        values = defaults.logits_of(outputs).float()
+        sums_to_1 = self.card.options["kind"] == "classes" and len(self.card.classes) > 1 and bool((values >= 0).all())
+        sums_to_1 = sums_to_1 and torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
+        if self.criterion is not None or not (sums_to_1 or ending(values, ends, nn.Softmax, nn.Sigmoid)):
+            return ""
+        rule = "the network returns probabilities, and the loss computes them from logits"
+        return f"{rule}: it learns slowly; leave out the softmax or sigmoid at its end"
+
 
 class regress(classify):
     """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
@@ -137,7 +151,8 @@ class regress(classify):
     targets' shape, also (B, 1) for (B,), images as (B, C, H, W). The loss (default: squared error) takes targets
     standardised to mean 0 and standard deviation 1 over the training split, but torch's of probabilities, counts and
     signs (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin) take them as they are. Metrics and
-    predictions are in the targets' own unit, images of bytes in 0…1; of logits probabilities, of Poisson rates.
+    predictions are in the targets' own unit, images of bytes in 0…1; of logits and KLDiv probabilities, of Poisson
+    rates.
     """
 
     kind = "values"
@@ -159,6 +174,7 @@ class regress(classify):
         if is_of(self.criterion, UNSCALED):
             given = {**vars(self.criterion), **getattr(self.criterion, "keywords", {})}
             logs = is_of(self.criterion, POISSON) and given.get("log_input", True)
+            logs |= is_of(self.criterion, KL) and not given.get("log_target", False)
             return values.sigmoid() if is_of(self.criterion, LOGISTIC) else values.exp() if logs else values
         mean, std = defaults.scale_of(self.card, TARGET, values.device)
         return values * std + mean
@@ -168,6 +184,19 @@ class regress(classify):
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
         return super().decode(self.in_units(outputs), card)
+
+    def misfit(self, outputs: Any, ends: Mapping[Any, Any]) -> str:
+        bounded = ending(defaults.logits_of(outputs).float(), ends, nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
+        if not bounded or is_of(self.criterion, UNSCALED):
+            return ""
+        rule = "targets are standardised to mean 0 and standard deviation 1"
+        return f"{rule}, which {bounded} at the network's end cannot all reach; leave it out"
+
+
+def ending(outputs: Tensor, ends: Mapping[Any, Any], *kinds: type[nn.Module]) -> str:
+    """Return the name of the kind of layer whose last result is that of the network, "" for none of these."""
+    made = ((kind.__name__, ends[kind].float().flatten()) for kind in kinds if kind in ends)
+    return next((name for name, values in made if torch.equal(values, outputs.flatten())), "")
 
 
 def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:

@@ -115,13 +115,16 @@ class Plan(Settings):
 
     def turn(self, /, **settings: Any) -> Self:
         """Return a copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule`
-        (√k: arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, and a lower lr min_lr."""
-        first = {name: settings[name] for name in ("batch_size", "lr_rule", "lr") if name in settings}
-        resized = self.replace(**first, micro_batch_size=None, min_lr=0.0)
+        (√k: arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, a lower lr min_lr, and
+        fewer epochs than the warmup has the warmup."""
+        first = {name: settings[name] for name in ("epochs", "batch_size", "lr_rule", "lr") if name in settings}
+        resized = self.replace(**first, micro_batch_size=None, min_lr=0.0, warmup_epochs=0.0)
         factor = 1.0 if "lr" in settings else lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
-        lr = resized.lr * factor
+        lr = resized.lr if factor == 1 else float(f"{resized.lr * factor:.12g}")  # there and back is the same lr
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
-        follow = {"micro_batch_size": micro, "lr": lr, "min_lr": min(self.min_lr, lr)}
+        share = 1.0 if self.warmup_epochs <= resized.epochs else resized.epochs / self.epochs
+        lowered = {"min_lr": min(self.min_lr, lr), "warmup_epochs": self.warmup_epochs * share}
+        follow = {"micro_batch_size": micro, "lr": lr, **lowered}
         new = resized.replace(**{**follow, **settings})
         return new.marked(self._advised.difference(settings, new.changes_from(self)))
 

@@ -118,6 +118,8 @@ class TrainState:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
             self.ranks.broadcast(Restarted())
             self.ranks.broadcast((self.applied.to_dict(), tensors, self.facts()))
+        self.outside = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        self.outside.__enter__()  # the caller's own random numbers go on behind the loop
         self.restore_rng()
         self.forget_graphs()  # which have what was changed meanwhile as it was
         self.meter.watch.start()
@@ -126,6 +128,7 @@ class TrainState:
         """End or pause the loop."""
         self.meter.watch.stop()
         self.capture_rng()
+        self.outside.__exit__(None, None, None)
 
     def agree(self) -> Self:
         """Return the state, which on several ranks wants what rank 0 does, whose watcher may have changed it at any
@@ -182,7 +185,12 @@ class TrainState:
         return not bool(torch.stack([torch.isfinite(each).all() for each in (self.meter.loss, *self.parameters)]).all())
 
     def facts(self) -> dict[str, Any]:
-        """Return the plain part of the state, for JSON. Waits for the device."""
+        """Return the plain part of the state, for JSON. Waits for the device. Raises TrainError for moments that no
+        checkpoint holds."""
+        plain = {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)}
+        if odd := [name for name, value in plain.items() if not isinstance(value, int | float | str | None)]:
+            rule = f"{type(self.optimizer).__name__} keeps {odd[0]} as a {type(plain[odd[0]]).__name__}"
+            raise TrainError(f"{rule}, and a checkpoint holds tensors and numbers; choose another optimizer")
         return {
             "position": copy.deepcopy({name: getattr(self, name) for name in POSITION}),  # written while it trains on
             "meter": self.meter.facts(),
@@ -191,7 +199,7 @@ class TrainState:
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict(),
             "groups": [{k: v for k, v in g.items() if type(v) in (int, float)} for g in self.optimizer.param_groups],
-            "optimizer": {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)},
+            "optimizer": plain,
         }
 
     def tensors(self) -> dict[str, Tensor]:

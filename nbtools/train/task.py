@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import Parameter
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -220,6 +221,7 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
     inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
     parameters = inspect.signature(model.forward).parameters.values()
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    kinds = {p.kind for p in parameters}
     if plain and plain[0].name == "batch":
         return (), False
     offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
@@ -229,7 +231,9 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
         came = f"which columns are {', '.join(unknown)}? The pack has {', '.join(offered)}"
         fix = "name the parameters after the columns, or take the whole dict: forward(self, batch)"
         raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
-    return tuple(columns or inputs), bool(columns)
+    anything = not plain and Parameter.VAR_KEYWORD in kinds  # forward(**columns), or a wrapper's (*args, **kwargs)
+    by_name = anything and (len(inputs) > 1 or Parameter.VAR_POSITIONAL not in kinds)
+    return tuple(columns or inputs), bool(columns) or by_name
 
 
 def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, given: Any, named: Any) -> Any:
@@ -280,9 +284,14 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a class or a function, of a partial with its keywords."""
-    settings = ", ".join(f"{name}={value!r}" for name, value in getattr(function, "keywords", {}).items())
-    name = getattr(getattr(function, "func", function), "__qualname__", type(function).__qualname__)
+    """Return the name of a class or a function with what else decides its result: keywords of a partial, and plain
+    values of a closure or an object."""
+    inner = getattr(function, "func", function)
+    held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})
+    held = inspect.getclosurevars(inner).nonlocals if isinstance(inner, FunctionType) else held
+    plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | None)}
+    settings = ", ".join(f"{n}={value!r}" for n, value in {**plain, **getattr(function, "keywords", {})}.items())
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return f"{name}({settings})" if settings else name
 
 

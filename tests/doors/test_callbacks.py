@@ -30,6 +30,20 @@ def test_callbacks_get_every_record_with_values_and_one_may_stop_the_run_after_t
     assert same(nb.fit(toy, pack, PLAN, run.folder, **QUIET), untouched)
 
 
+def test_a_callback_sees_the_best_model_so_far_and_its_changes_join_those_of_the_user(pack, folder):
+    seen = list[tuple[float, float]]()
+
+    def halve(record: nb.Record, run: nb.Run) -> None:
+        if record.kind == "epoch":
+            seen.append((nb.evaluate(run, pack, "val")["loss"], record.values["val_loss"]))
+            run.plan = run.plan.replace(lr=run.plan.lr / 2)
+
+    task = acting({STEPS: asking(folder, batch_size=8)})  # in the last step of an epoch
+    run = nb.fit(task, pack, PLAN.replace(early_stop=None), folder, callbacks=[halve], **QUIET)
+    assert [ours == pytest.approx(theirs) for ours, theirs in seen] == [True] * 2
+    assert (run.plan.batch_size, run.plan.lr) == (8, PLAN.lr / 4)
+
+
 def test_an_error_in_a_callback_is_the_users_own_and_loses_no_checkpoint(pack, folder, untouched):
     def wrong(record: nb.Record, run: nb.Run) -> None:
         if record.step == STEPS + 3:

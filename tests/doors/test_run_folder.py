@@ -227,6 +227,31 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     assert "newly trained, without saved optimizer state: body.0.weight, body.0.bias" in " ".join(run.events)
 
 
+def scaled(scale: float) -> Any:
+    return lambda outputs, y: scale * F.cross_entropy(outputs, y)
+
+
+class Smooth:
+    def __init__(self, share: float):
+        self.share = share
+
+    def __call__(self, outputs, y):
+        return F.cross_entropy(outputs, y, label_smoothing=self.share)
+
+
+class Acting(Net):
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+
+def test_each_value_that_a_closure_an_object_or_a_network_holds_has_a_run_of_its_own(pack):
+    tasks = [*(task(loss=scaled(k)) for k in (1.0, 2.0, 1.0)), *(task(loss=Smooth(k)) for k in (0.1, 0.2, 0.1))]
+    tasks += [nb.classify(Acting(act)) for act in (F.gelu, F.silu, F.gelu)]
+    names = [fit(pack, PLAN, who=each).folder.name for each in tasks]
+    assert names == ["net-1", "net-2", "net-1", "net-3", "net-4", "net-3", "acting-1", "acting-2", "acting-1"]
+
+
 def test_fresh_starts_over_and_leaves_other_files_alone(pack):
     fit(pack, PLAN, "r")
     Path("r/thesis.txt").write_text("mine")

@@ -62,11 +62,12 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
 
 @pytest.mark.parametrize("ctrl_c", [False, True])
 def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, folder, untouched, ctrl_c):
-    task = acting({12: lambda: os.kill(os.getpid(), signal.SIGINT) if ctrl_c else send(folder, ["stop"])})
+    task = acting({12: lambda: os.kill(os.getpid(), signal.SIGINT) if ctrl_c else send(folder, ["stop"], {"lr": 0.02})})
     once = partial(nb.fit, task, pack, PLAN, folder, **QUIET)
     stopped = interrupted(once) if ctrl_c else once()
     assert len(task.seen) == last_step(folder) == 12
-    assert stopped.events[-1] == "stopped by you after step 12; run it again to continue"
+    left = "" if ctrl_c else ", without lr 0.01 → 0.02"
+    assert stopped.events[-1] == f"stopped by you after step 12; run it again to continue{left}"
     assert set(nb.evaluate(stopped, pack)) == {"loss", "accuracy"}
     assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)
 

@@ -46,6 +46,8 @@ CALLS: dict[str, Any] = {  # how a forward names its inputs → what it sees of 
     "one by keyword only": lambda self, age, *, image: (image, age),
     "in order": lambda self, a, b: (a, b),
     "the dict": lambda self, batch: (batch["image"], batch["age"]),
+    "all by name": lambda self, **columns: (columns["image"], columns["age"]),
+    "a wrapper's": lambda self, *args, **columns: (columns["image"], columns["age"]),
 }
 
 
@@ -91,11 +93,23 @@ def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, p
     assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
 
 
-def test_a_softmax_before_cross_entropy_and_waiting_for_evaluations_that_never_come_are_noticed(tmp_path, packs):
-    for last, noticed in ((nn.Softmax(1), True), (nn.LogSoftmax(1), False), (nn.Identity(), False)):
-        net = nn.Sequential(own.Small(3), last)
-        run = fitted(nb.classify(net), packs["images"], tmp_path / type(last).__name__, epochs=1)
-        assert any("applies softmax to them again" in event for event in run.events) == noticed
+NOTICED: dict[str, tuple[nn.Module, str]] = {  # at a network's end, which the default loss does not expect
+    "images": (nn.Softmax(1), "the network returns probabilities"),
+    "labels": (nn.Sigmoid(), "the network returns probabilities"),
+    "rows": (nn.ReLU(), "which ReLU at the network's end cannot all reach"),
+}
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_a_last_layer_with_which_the_default_loss_learns_badly_is_noticed(tmp_path, packs, name):
+    made = {"images": own.Small(3), "labels": nn.Linear(4, 2), "rows": nn.Linear(4, 1)}[name]
+    for last, noticed in ((NOTICED[name][0], True), (nn.LogSoftmax(1), False), (nn.Identity(), False)):
+        task = (nb.regress if name == "rows" else nb.classify)(nn.Sequential(made, last))
+        run = fitted(task, packs[name], tmp_path / type(last).__name__, epochs=1)
+        assert any(NOTICED[name][1] in event for event in run.events) == noticed
+
+
+def test_waiting_for_evaluations_that_never_come_is_noticed(tmp_path):
     pack = nb.pack(own.images(60), val=0, into=tmp_path / "pack", progress=False)
     run = nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(early_stop=1), tmp_path / "run", **QUIET)
     assert run.events == ["without a validation split early_stop and plateau do nothing; pack with val=0.1"]
@@ -238,10 +252,11 @@ TAGS = {  # loss of probabilities or counts → predictions of PReLU, which retu
     partial(F.binary_cross_entropy_with_logits, reduction="mean"): torch.sigmoid,
     nn.BCELoss(): lambda x: x,
     nn.PoissonNLLLoss(): torch.exp,
+    nn.KLDivLoss(): torch.exp,
 }
 
 
-@pytest.mark.parametrize("loss", TAGS, ids=["module", "function", "BCE", "Poisson"])
+@pytest.mark.parametrize("loss", TAGS, ids=["module", "function", "BCE", "Poisson", "KLDiv"])
 def test_targets_of_a_loss_of_probabilities_are_not_standardised_and_logits_are_answered_as_such(tmp_path, loss):
     """pytorch#110865: BCEWithLogitsLoss takes targets from -0.6 to 2 in silence."""
     x = torch.rand(40, 3, generator=torch.Generator().manual_seed(0))
@@ -262,6 +277,16 @@ class Shared(own.Mine):
 class Listing(own.Small):
     def forward(self, x):
         return [super().forward(x)]
+
+
+class Growing(own.Small):
+    def forward(self, x):
+        self.head = vars(self).get("head", nn.Linear(3, 3))
+        return self.head(super().forward(x))
+
+
+class Free(torch.optim.SGD):
+    def eval(self) -> None: ...
 
 
 class Ask(own.Small):
@@ -299,7 +324,10 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "a factor ≥ 0 on lr: 'float' object is not callable; correct it": {"schedule": 0.1},
     r"function of progress, .*: OneCycleLR.*missing": {"schedule": ONE_CYCLE},
     "on lr: unsupported operand": {"schedule": lambda progress: 1 - progress},
-    "that needs no closure, got LBFGS": {"optimizer": torch.optim.LBFGS},
+    r"that needs no closure, .*, got LBFGS": {"optimizer": torch.optim.LBFGS},
+    r"no eval\(\) before evaluations, got Free": {"optimizer": Free},
+    r"makes head\.weight, which no .*; make it in __init__": {"model": Growing(3)},
+    r"the weights are torch\.float64: pass net\.float": {"model": own.Small(3).double()},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }
 BARE = toy.with_(PLAN=own.PLAN, model=toy.linear, metrics=lambda *_: __import__("rapids"))
@@ -326,6 +354,40 @@ def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, said):
         with pytest.raises(TrainError, match=said):
             fit(plan)
         assert not (tmp_path / "run").exists(), "said before anything is trained"
+
+
+class Attends(own.Small):
+    def forward(self, x):
+        self.seen = [made := super().forward(x)]
+        return made
+
+
+@pytest.mark.parametrize("net", [Attends(3), nn.Sequential(own.Small(3), nn.utils.weight_norm(nn.Linear(3, 3)))])
+def test_a_network_that_was_called_before_trains_and_a_run_leaves_it_and_the_callers_random_numbers_alone(
+    tmp_path, packs, net
+):
+    net(torch.zeros(2, 3, 12, 12))
+    torch.manual_seed(5)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert fitted(nb.classify(net), packs["images"], tmp_path / "run", epochs=1).predict(own.images(3))
+    assert torch.equal(torch.rand(3), drawn)
+
+
+class Sparse(own.Mine):
+    def loss(self, model, batch, plan):
+        return super().loss(model, batch, plan) + 1e-3 * sum(p.abs().sum() for p in model[-1].parameters())
+
+
+class Listed(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["factors"] = [torch.zeros(1)]
+
+
+def test_a_loss_may_read_the_network_and_an_optimizer_that_no_checkpoint_can_hold_is_named(tmp_path, packs):
+    assert fitted(Sparse(), packs["images"], tmp_path / "run").best["val_loss"] > 0
+    with pytest.raises(TrainError, match=r"Listed keeps 0\.weight\.factors as a list, and a checkpoint"):
+        fitted(nb.classify(own.Small, optimizer=Listed), packs["images"], tmp_path / "listed")
 
 
 def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs):

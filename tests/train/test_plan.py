@@ -98,7 +98,8 @@ def test_a_turned_batch_size_moves_lr_by_the_rule_unless_an_lr_is_given(rule, fa
     made = Plan(batch_size=64, lr=1e-3, lr_rule=rule)
     larger = made.turn(batch_size=256)
     assert (larger.batch_size, larger.lr) == (256, pytest.approx(factor * 1e-3))
-    assert larger.turn(batch_size=64).lr == pytest.approx(made.lr)
+    assert Plan(lr=2e-3, lr_rule=rule).turn(batch_size=32).turn(batch_size=64).lr == 2e-3, "to the last bit"
+    assert Plan(epochs=10, warmup_epochs=4).turn(epochs=2).warmup_epochs == 0.8
     assert made.turn(batch_size=256, lr=5e-4).lr == 5e-4
     assert made.turn(batch_size=256, lr_rule="none").lr == 1e-3
     assert ("lr" in made.marked(["lr"]).turn(batch_size=256).given()) == (factor > 1), "it is the advice's no longer"
