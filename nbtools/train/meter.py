@@ -17,7 +17,7 @@ from torch import Tensor
 from nbtools.errors import TrainError
 from nbtools.train.history import Record
 
-LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it from 65,536
+LEAST_SCALE = 1e-4  # of fp16's loss, below which fairseq gives up too: overflowing steps halve it
 Spans = list[list[Any]]  # [begin, got, end] of each step
 
 

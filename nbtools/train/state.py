@@ -23,7 +23,7 @@ from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, as_task, bind, build, order
 
-POSITION = ("epoch", "step", "samples", "segments", "lr", "unscaled")  # of a state: where it is
+POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 RECOVERY = ("micro", "careful_until", "skipped")  # what failed steps left behind
 T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -66,8 +66,7 @@ class TrainState:
         if plan.graph and not self.built_in:
             raise TrainError("Plan.graph needs a built-in Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.amp == "fp16")
-        self.unscaled = True  # whether fp16 still has to find its scale
+        self.scaler = devices.scaler_for(plan, self.device)
         self.ema = AveragedModel(self.model, self.device, use_buffers=True) if plan.ema else None
         self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
         self.network: Any = self.ranks.wrap(torch.compile(self.model) if plan.compile else self.model)  # for training
@@ -284,8 +283,7 @@ def adopt(state: TrainState, new: Plan) -> None:
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler = torch.amp.GradScaler(state.device.type, enabled=new.amp == "fp16")
-        state.unscaled = True
+        state.scaler = devices.scaler_for(new, state.device)
     state.forget_graphs()  # which compute by the plan of before
     follow(state.optimizer, new)
     state.applied = new

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from nbtools.data import Draws
 from nbtools.errors import TrainError
 from nbtools.train.defaults import Batch
-from nbtools.train.device import autocast, find_scale, give_back, within_memory
+from nbtools.train.device import autocast, give_back, within_memory
 from nbtools.train.graph import Graphs, Sums
 from nbtools.train.meter import Diverged
 from nbtools.train.plan import lr_at
@@ -63,11 +63,7 @@ def train_step(state: TrainState, raw: Batch, size: int | None = None, halves: b
             return sums
         release(state)
     buffers = [buffer.clone() for buffer in state.model.buffers()] if careful else []
-    differentiate = partial(gradients_in_memory if halves else gradients, state, raw, size)
-    if state.scaler.is_enabled() and state.unscaled:
-        sums, state.unscaled = find_scale(state.scaler, state.parameters, differentiate), False
-    else:
-        sums = differentiate()
+    sums = (gradients_in_memory if halves else gradients)(state, raw, size)
     if careful:
         named = () if state.scaler.is_enabled() else state.model.named_parameters()  # fp16's scaler skips by itself
         if lost := not_finite([("loss", sums[0]), *((f"gradient of {name}", p.grad) for name, p in named)]):
@@ -250,7 +246,6 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
     state.skipped += 1
-    state.unscaled = True  # fp16's scale was sought with these samples
     if state.skipped > MAX_SKIPPED:
         message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
         raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))

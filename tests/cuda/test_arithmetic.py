@@ -54,7 +54,7 @@ def test_mixed_precision_has_the_loss_and_the_gradient_of_float32(name, amp, pac
 
 @pytest.mark.parametrize("name", ["captcha ctc", "hwdb slim"])
 @pytest.mark.usefixtures("gpu")
-def test_fp16_finds_its_scale_on_the_first_batch_and_every_step_counts(name, packs, device):
+def test_fp16_starts_at_a_scale_at_which_every_step_counts(name, packs, device):
     """CTC's loss is a sum over a line: its first gradients overflow at the scaler's 65,536."""
     found, state = first_losses(CASES[name], packs(name), device, 20, amp="fp16")
     assert all(map(math.isfinite, found))
