@@ -72,13 +72,6 @@ def test_a_table_that_is_no_utf_8_names_the_file_and_the_place():
         files.decode_text(b"file,label\na\xff,1\n", "labels.csv")
 
 
-@pytest.mark.parametrize(("wrong", "came"), [("aab", "'a'"), (["a", "bc"], "'bc'"), ("", "none")])
-def test_classes_of_text_are_single_characters_each_once(wrong, came):
-    assert files.characters("ab") == ("a", "b")
-    with pytest.raises(PackError, match=f"alphabet must be single characters, each once, got {came}; give"):
-        files.characters(wrong, "alphabet")
-
-
 def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it(tmp_path, monkeypatch):
     def contents(*names):
         return ((name, name.encode) for name in names)

@@ -96,6 +96,3 @@ def test_training_and_prediction_see_the_same_tensor():
     torch.testing.assert_close(trained["image"], expected, atol=1e-6, rtol=0)
     assert torch.equal(trained["distance"], raw["distance"] / 8)
     assert segment.batch({"image": raw["image"]}, Plan(), None).keys() == {"image"}, "images alone are a batch too"
-    cropped = segment.batch(raw, Plan(crop=128), Draws(0, 0, raw["id"]))
-    outside = cropped["label"] == OUTSIDE
-    assert (cropped["image"].movedim(1, 3)[outside] == 0).float().mean() > 0.9

@@ -215,9 +215,8 @@ class Writer:
         basis = torch.cos(math.pi * (torch.arange(size)[:, None] + 0.5) / size * torch.arange(COSINES))  # (S, K)
         field = basis @ torch.from_numpy(weights) @ basis.T  # (n, 3, S, S)
         theta = torch.zeros(count, 2, 3)
-        theta[:, :, :2] = torch.from_numpy(
-            self.matrix @ (np.eye(2) + rng.normal(0, 0.04 * self.variation, (count, 2, 2)))
-        )
+        wobble = rng.normal(0, 0.04 * self.variation, (count, 2, 2))
+        theta[:, :, :2] = torch.from_numpy(self.matrix @ (np.eye(2) + wobble))
         grid = F.affine_grid(theta, [count, 1, size, size], align_corners=False)
         grid += 2 * field[:, :2].permute(0, 2, 3, 1)  # the grid's cell goes from -1 to 1
         stroke = F.grid_sample(ink[torch.from_numpy(places)][:, None].float() / 255, grid, align_corners=False)[:, 0]

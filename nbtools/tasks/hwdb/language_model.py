@@ -92,9 +92,8 @@ def count_arcs(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, 
     for n in range(2, order + 1):
         whole = (arcs[:-1] >= 0) & ((symbols[:-1] != size - 1) | (n == 2))
         at = np.flatnonzero(whole) + 1
-        key, first, inverse, count = np.unique(
-            (arcs[at - 1] + 1) * size + symbols[at], return_index=True, return_inverse=True, return_counts=True
-        )
+        key = (arcs[at - 1] + 1) * size + symbols[at]
+        key, first, inverse, count = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
         keys.append(key)
         shorter.append(arcs[at[first]])
         counts.append(count)

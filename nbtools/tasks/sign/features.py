@@ -119,10 +119,8 @@ def find_films(folder: Path) -> dict[str, Film]:
             parent = PurePosixPath(name).parent
             films[f"{parent if parent.name else folder.resolve().name}{SUFFIX}"].append(folder / name)
     if not films:
-        raise PackError(
-            f"{folder}: no frames ({', '.join(FRAMES)}); give a folder with a folder of images for each clip, which "
-            "ffmpeg makes of a video: ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg"
-        )
+        fix = "give a folder with a folder of images for each clip: ffmpeg -i VIDEO -vf fps=30 CLIP/%05d.jpg makes one"
+        raise PackError(f"{folder}: no frames ({', '.join(FRAMES)}); {fix}")
     return dict(films)
 
 
@@ -163,9 +161,8 @@ def inception(weights: str | None) -> nn.Module:
         from torchvision import models  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError, AttributeError, OSError) as error:  # all seen with a build that does not fit
         fix = "install the extra features, or next to a CPU build of torch, the torchvision of the same index"
-        raise MissingExtra(
-            f"features of frames need torchvision, which does not import here ({error}); {fix}"
-        ) from error
+        rule = f"features of frames need torchvision, which does not import here ({error})"
+        raise MissingExtra(f"{rule}; {fix}") from error
     published = models.Inception_V3_Weights.IMAGENET1K_V1 if weights == IMAGENET else None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -50,10 +50,8 @@ class Transformer(nn.Module):
         step = torch.arange(batch["x"].shape[1], device=batch["x"].device)
         visible = (step < batch["x_length"][:, None]) & batch["mask"].any(2)  # (B, T): within the clip, showing a point
         if not is_tracing() and visible.shape[1] > POSITIONS:  # an exported network takes no longer clips
-            raise PlanError(
-                f"a clip has {visible.shape[1]} frames, and the Transformer has positions for {POSITIONS}; cut or thin "
-                "out such clips, or train the GRU"
-            )
+            rule = f"a clip has {visible.shape[1]} frames, and the Transformer has positions for {POSITIONS}"
+            raise PlanError(f"{rule}; cut or thin out such clips, or train the GRU")
         x = self.norm(self.drop(self.embed(batch["x"]) + self.positions[: visible.shape[1]]))
         keys = (visible | ~visible.any(1, keepdim=True))[:, None, None]  # softmax over no key at all is NaN
         recompute = self.recompute and self.training

@@ -33,16 +33,12 @@ SHOWN = 480  # clips of a gloss to train on, all epochs together: more taught te
 class Plan(BasePlan):
     """The settings of signs, in addition to those of every plan."""
 
-    network: str = knob(
-        "auto", "transformer: on keypoints, if there are any; gru: on features", choices=("auto", *READS)
-    )
+    network: str = knob("auto", "transformer: on keypoints, if any; gru: on features", choices=("auto", *READS))
     alpha: float = knob(0.5, "weight of the gloss in the loss", least=0)
     beta: float = knob(0.5, "weight of the category in the loss", least=0)
     label_smoothing: float = knob(0.0, "share of a target spread over all classes", least=0, most=0.99)
     dropout: float | None = knob(None, "dropout; None: the network's (Transformer 0.1, GRU 0.3)", least=0, most=0.99)
-    normalise: str = knob(
-        "hands", "coordinates relative to frame; shoulders; shoulders, fingers to wrists", choices=FRAMES
-    )
+    normalise: str = knob("hands", "points relative to frame; shoulders; shoulders, fingers to wrists", choices=FRAMES)
     bucket: int = bucket_knob("frames")
     time_warp: float = knob(0.0, "augmentation: change of length and pace; 1: up to 30 %", least=0, most=1)
     time_crop: float = knob(0.0, "augmentation: largest share of a clip cut off at its ends", least=0, most=0.9)
@@ -135,10 +131,8 @@ def reads_of(plan: Plan, columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that the plan's network reads. Raises PlanError where they are missing."""
     name = network_of(plan, columns)
     if (own := READS[name][0]) not in columns:
-        raise PlanError(
-            f'Plan.network = "{name}" reads {own!r}, and this data has {", ".join(sorted(columns))}; '
-            "choose another network, or pack clips that hold it (kp_key, feature_key)"
-        )
+        rule = f'Plan.network = "{name}" reads {own!r}, and this data has {", ".join(sorted(columns))}'
+        raise PlanError(f"{rule}; choose another network, or pack clips that hold it (kp_key, feature_key)")
     return READS[name]
 
 
