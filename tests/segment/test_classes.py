@@ -58,6 +58,7 @@ def test_ignored_classes_leave_no_gap_and_are_named_by_id_or_name(tmp_path, igno
         ("ground\nshirt\n\n", {0: "ground", 1: "shirt"}),
         ("id,name\n3,ground\n7, a shirt\n", {3: "ground", 7: "a shirt"}),
         ("3;ground\n7;shirt, red\n", {3: "ground", 7: "shirt, red"}),
+        ("id name\n 3  ground\n12 long sleeve, red\n", {3: "ground", 12: "long sleeve, red"}),
     ],
 )
 def test_files_of_classes_are_read(tmp_path, text, table):

@@ -6,7 +6,7 @@ from masks import H, W, checked, ids, only, packed, photo, polygon, saved, sole,
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import ERROR
+from nbtools.tasks.common.files import ERROR, WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")
@@ -50,15 +50,16 @@ UNDRAWN = {  # a shape → its rule, and part of what came
     polygon("1,1;20,nan;3,3"): (POINTS, "nan"),
     polygon("1,1;20,20;3,3", "hat"): ("a shape's label must be in the class table", "hat"),
     '<box label="shoe" xtl="1" ytl="1" xbr="9" ybr="9"></box>': ("a shape must be a polygon", "shoe: box"),
+    "": ("an image without a shape is all background", "1 image, as a.png"),
 }
 
 
 @pytest.mark.parametrize("shape", UNDRAWN)
-def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shape):
-    [row] = [row for row in checked(xml(tmp_path, shape)).rows if row.severity == ERROR]
+def test_a_shape_that_cannot_be_drawn_leaves_its_image_out_and_one_without_is_a_warning(tmp_path, shape):
+    [row] = [row for row in checked(xml(tmp_path, shape)).rows if not row.file.startswith("class ")]
     rule, value = UNDRAWN[shape]
-    assert (row.file, row.rule) == ("a.png", rule)
-    assert value in row.value
+    where = ("a.png", ERROR) if shape else ("annotations.xml", WARNING)
+    assert (row.file, row.severity, row.rule, value in row.value) == (*where, rule, True)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ def test_a_shape_that_cannot_be_drawn_leaves_its_image_out(tmp_path, shape):
     [
         ('name="a.png" subset="Validation"', "images/Validation/a.png", "val"),
         ('name="sub\\a.png"', "images/sub/a.png", "train"),
+        ('name="frame_000007"', "images/frame_000007.PNG", "train"),  # of a video
     ],
 )
 def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_path, place, name, split):
@@ -74,6 +76,14 @@ def test_an_image_is_found_where_cvat_puts_it_and_its_subset_is_its_split(tmp_pa
     (source / "a.png").unlink()
     made = packed(source, val=0, test=0)
     assert (made.names, made.splits[split]) == ([name], 1)
+
+
+def test_the_file_of_one_task_has_its_subset_above_the_images_and_skeletons_are_no_classes(tmp_path):
+    source = xml(tmp_path / "raw", TRIANGLE)
+    parts = "<label><name>body</name><type>skeleton</type></label><label><name>1</name><parent>body</parent></label>"
+    text = (source / "annotations.xml").read_text().replace("<labels>", f"<subset>Validation</subset><labels>{parts}")
+    made = packed(tree(source, {"annotations.xml": text}))
+    assert (made.splits["val"], made.classes) == (1, ["background", "shirt", "shoe"])
 
 
 @pytest.mark.parametrize(

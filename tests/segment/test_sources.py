@@ -38,10 +38,11 @@ def test_lists_of_images_and_labels_are_read_however_they_write_an_accent(tmp_pa
     assert checked(folder).rows == []
 
 
-def test_paths_of_a_list_may_start_at_any_folder_above_it_and_never_leave_the_source(tmp_path):
-    listed = {"x/p/a.jpg": photo(), "x/q/a.png": ids(), "x/lists/of/val.txt": "p/a.jpg,q/a.png"}
-    made = packed(tree(tmp_path / "deep", listed))
-    assert (made.names, made.splits["val"]) == (["x/p/a.jpg"], 1)
+def test_paths_of_a_list_may_start_at_any_folder_above_it_or_elsewhere_and_never_leave_the_source(tmp_path):
+    listed = {"x/p/a.jpg": photo(), "x/q/a.png": ids()}
+    for line in ("p/a.jpg,q/a.png", "/home/me/set/p/a.jpg,C:\\set\\x\\q\\a.png"):
+        made = packed(tree(tmp_path / "deep", {**listed, "x/lists/of/val.txt": line}))
+        assert (made.names, made.splits["val"]) == (["x/p/a.jpg"], 1)
     saved(tmp_path / "secret.png", ids())
     with pytest.raises(PackError, match=rf"{MISSING}, got a\.png,\.\./secret\.png"):
         packed(tree(tmp_path / "raw", {"a.png": photo(), "train.txt": "a.png,../secret.png\n"}))

@@ -22,7 +22,6 @@ from nbtools.errors import PackError
 if TYPE_CHECKING:
     import pandas as pd
 
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)  # Pillow on damaged files
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_Store, ._name.png, __MACOSX
 DEMO = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
 

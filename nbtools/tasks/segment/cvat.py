@@ -5,7 +5,8 @@
       <polygon label="shirt" points="1.5,2.0;30,4;12.5,40" z_order="0"/>
     </image></annotations>
 
-Other shapes that have an area are refused; lines, points and tags are left out.
+Other shapes that have an area are refused; lines, points, skeletons and tags are left out. The file of a single task
+has its subset in <meta> alone.
 """
 
 from collections.abc import Mapping
@@ -45,13 +46,14 @@ def read(path: Path) -> tuple[list[str], list[Drawing]]:
         raise Refused(error, "annotations must be whole XML", fix) from None
     if root.tag != "annotations":  # Pascal VOC's is <annotation>
         return [], []
-    labels = [label.findtext("name", "").strip() for label in root.iterfind(".//label")]
-    drawings = []
+    flat = (label for label in root.iterfind(".//label") if label.find("parent") is None)  # not a skeleton's points
+    labels = [label.findtext("name", "").strip() for label in flat if label.findtext("type") != "skeleton"]
+    drawings, own = [], root.findtext("meta/*/subset", "")
     for image in root.iterfind("image"):
         sides = image.get("height", ""), image.get("width", "")
         size = (int(sides[0]), int(sides[1])) if all(side.isdecimal() for side in sides) else None
         shapes = [(shape.tag, dict(shape.attrib)) for shape in image if shape.tag in AREAS]
-        drawings.append(Drawing(image.get("name", ""), image.get("subset", ""), size, shapes))
+        drawings.append(Drawing(image.get("name", ""), image.get("subset", own), size, shapes))
     if not drawings:
         raise Refused("no <image>", "annotations must name images", fix)
     return labels, drawings

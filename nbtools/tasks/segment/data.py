@@ -7,6 +7,7 @@ label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel
 """
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -21,17 +22,7 @@ from PIL import Image
 from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side, stage
 from nbtools.errors import MissingExtra, PackError
 from nbtools.show import plural, size_text
-from nbtools.tasks.common.files import (
-    DAMAGED,
-    WARNING,
-    Refused,
-    Report,
-    Row,
-    decode_image,
-    on_white,
-    read_rows,
-    read_text,
-)
+from nbtools.tasks.common.files import WARNING, Refused, Report, Row, decode_image, on_white, read_rows, read_text
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.cvat import Size
 from nbtools.tasks.segment.sources import Item, Source
@@ -125,7 +116,8 @@ def parse_classes(classes: Given) -> list[tuple[int, str]]:
 
 def read_classes(path: Path) -> list[tuple[int, str]]:
     text = read_text(path, "give two names or more, or a text file of them in UTF-8")
-    rows = [cells for _, cells in read_rows(text, path.name, is_class, heads=("id",))]
+    table = re.sub(r"^ *(\d+|id) +(?![,;|])", r"\1\t", text, flags=re.I | re.M)  # a name may have blanks itself
+    rows = [cells for _, cells in read_rows(table, path.name, is_class, heads=("id",))]
     if not any(map(is_class, rows)):
         return [*enumerate(filter(None, map(str.strip, text.splitlines())))]
     if wrong := [cells for cells in rows if not is_class(cells)]:
@@ -232,7 +224,7 @@ def read_image(path: Path, options: Options) -> tuple[np.ndarray, Size]:
 
 def header_size(path: Path) -> Size | None:
     """Return the size of the upright picture, without decoding it; None if it cannot be read."""
-    with contextlib.suppress(*DAMAGED), Image.open(path) as image:
+    with contextlib.suppress(Exception), Image.open(path) as image:  # Pillow raises whatever it meets in damaged files
         turned = "exif" in image.info and image.getexif().get(ORIENTATION) in range(5, 9)  # else a PNG is decoded
         return image.size if turned else (image.height, image.width)
 
@@ -335,4 +327,7 @@ def validate(
     missing = [name for k, name in enumerate(survey.classes) if k not in seen and seen]
     fix = "nothing; or annotate some, or correct its id in classes="
     rows += [Row(f"class {name}", "none", "every class should have pixels", fix, WARNING) for name in missing]
+    if empty := [item for item in made.items.values() if item.drawing and not item.drawing.shapes]:
+        value, fix = f"{plural(len(empty), 'image')}, as {empty[0].name}", "nothing; or annotate them, or delete them"
+        rows.append(Row(empty[0].label, value, "an image without a shape is all background", fix, WARNING))
     return Report(rows, f"{plural(len(made.items), 'image')} with a label")

@@ -2,8 +2,9 @@
 
     images/a.jpg  labels/a.png       or masks/; train/, val/ and test/ above or below either
     train/a.png   trainannot/a.png   CamVid's
-    train.txt         lines image,label with any separator; paths from its folder, or from one above it; or lines of
-                      images alone, with or without folder and suffix: their split, of any that has no other
+    train.txt         lines image,label with any separator; paths from its folder, or from one above it, or absolute
+                      ones of another machine; or lines of images alone, with or without folder and suffix: their
+                      split, of any that has no other
     annotations.xml   CVAT for images, next to the images or to images/; see `cvat`
 
 A list's label comes before a mask of the image's name, and that before CVAT's shapes.
@@ -44,6 +45,7 @@ class Source:
         self.labels: list[str] = []
         self.splits: dict[str, str] = {}  # of images that a list names without their labels
         self.names = {compose(name): name for name in walk(folder)}
+        self.bare = {bare(name): name for name in self.having(*IMAGES)}
         for name in self.having(".txt", ".csv"):
             self.read_list(name)
         self.pair()
@@ -60,9 +62,13 @@ class Source:
             self.rows.append(Row(where, f"{item.name}: {now}, before: {before}", rule, fix))
 
     def find(self, path: str, where: str) -> str | None:
-        """Return the file that a path in a list or an XML names, relative to its folder or to one above it."""
-        names = (compose(os.path.normpath(folder / with_slashes(path))) for folder in PurePosixPath(where).parents)
-        return next((self.names[name] for name in names if name in self.names), None)
+        """Return the file that a path in a list or an XML names, relative to its folder or to one above it; an absolute
+        path, as it was elsewhere, by its longest end that is here. A video's XML names its frames without `.png`."""
+        path = with_slashes(path)
+        parts = path.split("/")[1:] if re.match("([a-z]:)?/", path, re.I) else []
+        ends = ["/".join(parts[k:]) for k in range(len(parts))] or [path]
+        names = [compose(os.path.normpath(folder / end)) for end in ends for folder in PurePosixPath(where).parents]
+        return next((known[name] for known in (self.names, self.bare) for name in names if name in known), None)
 
     def read_list(self, name: str) -> None:
         """Take the image and the label of each line; a text without such lines is no list."""
