@@ -49,7 +49,7 @@ from nbtools.train import device
 
 UNKNOWN = "\ufffd"
 SUFFIXES = (".dgrl", ".dgr")
-LIST, CHARS_LIST = re.compile(r"(.*)_img(?:_id)?_gt\.txt", re.I), "chars_list.txt"
+LIST, CHARS_LIST = re.compile(r"(?:(.*)_)?img(?:_id)?_gt\.txt", re.I), "chars_list.txt"
 HEADER, CODE, LINE_BOX, WORD_BOX = 36, 2, "<4i", "<4h"  # bytes: without the illustration; of a character
 HEIGHTS = 16, 512  # pixels: the networks halve it several times; no line is scanned with more
 HCTR_HEIGHT = 96  # from which the plan's "auto" takes the reference's network: lower lines give it a step a character
@@ -127,6 +127,7 @@ def items_of(folder: Path, names: Sequence[str], progress: bool) -> list[Entry |
     """Return the lines in the files of a folder, their texts as labels, and what cannot be used; no image is read."""
     pages = [name for name in names if name.lower().endswith(SUFFIXES)]
     lists = [name for name in names if LIST.fullmatch(PurePosixPath(name).name)]
+    lists.sort(key=lambda name: split_of_list(name) is None)  # those of a split first, since they win
     if pages and lists:
         raise PackError(f"{folder}: holds pages ({pages[0]}) and lists of lines ({lists[0]}); choose one of them")
     if not pages and not lists:
@@ -191,18 +192,25 @@ def entry_of(name: str, text: str, split: str | None) -> Entry | Row:
     return Row(name, "no characters", "a line must have a text", "correct its text, or leave it out")
 
 
+def split_of_list(name: str) -> str | None:
+    """Return the split that a list's own name tells, as of train_img_id_gt.txt."""
+    return split_word(LIST.sub(r"\1", PurePosixPath(name).name))
+
+
 def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Row]:
-    """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row."""
-    own, text = LIST.sub(r"\1", name), decode_text((folder / name).read_bytes(), name)
-    known, split = {}, split_word(own.rpartition("/")[2]) or split_of(name)  # known: with and without suffix
-    for above in (own[: own.rfind("/") + 1], f"{own}/"):
+    """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row. A
+    list whose name tells no split may repeat rows of those whose does, also of images that were moved: they win."""
+    own, text, split = LIST.sub(r"\1", name), decode_text((folder / name).read_bytes(), name), split_of_list(name)
+    divided = {image for image, row in used.items() if not split and split_of_list(row.rpartition(":")[0])}
+    known = {compose(PurePosixPath(image).name): image for image in divided}
+    for above in (own[: own.rfind("/") + 1], f"{own}/"):  # with and without suffix
         inside = [(compose(image.removeprefix(above)), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         cuts = (line.split(separator, 1) for separator in SEPARATORS)  # the text may have more of it
         cells = next((cells for cells in cuts if with_slashes(cells[0]) in known), [line])
         where, image = f"{name}:{number}", known.get(with_slashes(cells[0]))
-        if not line.strip() or (number == 1 and image is None and line.casefold().startswith(HEADS)):
+        if not line.strip() or image in divided or (number == 1 and not image and line.casefold().startswith(HEADS)):
             continue
         if image is None:
             rule, fix = "a row must be name,text of an image that exists", "copy the image too, or correct the row"
@@ -212,7 +220,7 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
             yield Row(where, image, rule, "delete one of the rows")
         else:
             used[image] = where
-            yield entry_of(image, compose("".join(cells[1:]).replace("\0", "")), split)
+            yield entry_of(image, compose("".join(cells[1:]).replace("\0", "")), split or split_of(name))
 
 
 class Line(NamedTuple):
