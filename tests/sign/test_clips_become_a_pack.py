@@ -2,7 +2,6 @@
 
 import json
 import re
-import tarfile
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -62,7 +61,7 @@ def corpus(folder: Path, **more) -> Path:
     return folder
 
 
-def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder_or_an_archive(tmp_path):
+def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are(tmp_path):
     source = corpus(tmp_path / "raw")
     report = checked(source, require_x2048=True)
     assert (report.about, report.rows, report.ok) == ("4 clips, 4 with a label", [], True)
@@ -79,9 +78,6 @@ def test_clips_in_the_exact_format_pass_and_are_packed_as_they_are_from_a_folder
         for column, key in (("x", "X"), ("mask", "mask"), ("features", "X2048")):
             np.testing.assert_array_equal(sample[column], raw[key])
         assert sample["label"].tolist() == [k % 2, k % 2]
-    with tarfile.open(tmp_path / "signs.tar", "w") as file:
-        file.add(source, "signs")
-    assert packed(tmp_path / "signs.tar").card == made.card
 
 
 def test_ids_are_the_classes_until_a_reference_names_them(tmp_path):
@@ -107,11 +103,13 @@ def test_a_point_is_seen_as_the_mask_says_and_without_one_where_it_is_not_zero(t
         sample = bare.sample(k)
         np.testing.assert_array_equal(sample["mask"], (sample["x"].reshape(-1, 78, 2) != 0).any(2))
         assert 0 < sample["mask"].mean() < 1
-    seen = np.arange(78) == np.full((T, 1), 3)
-    clip(tmp_path / "filled" / "a.npz", X=np.full((T, 156), 0.5, np.float32), mask=seen)
-    filled = sign.read(tmp_path / "filled" / "a.npz", KEYPOINTS)
-    assert filled["x"].min() == 0.5, "a filled-in point keeps its coordinates"
+    seen, x = np.arange(78) == np.full((T, 1), 3), np.full((T, 156), 0.5, np.float32)
+    x[1, 8:12] = np.nan, np.inf, -1, 1.7  # of points 4 and 5
+    path = clip(tmp_path / "filled" / "a.npz", X=x, mask=seen)
+    filled = sign.read(path, KEYPOINTS)
+    np.testing.assert_array_equal(filled["x"], np.where(x == 0.5, 0.5, 0), "a filled-in point keeps its coordinates")
     np.testing.assert_array_equal(filled["mask"], seen)
+    assert [row.file for row in checked(path.parent).rows] == ["labels.csv"]
 
 
 def test_a_clip_may_lack_keypoints_or_features_and_those_are_packed_that_some_clip_has(tmp_path):
@@ -158,10 +156,13 @@ def test_clips_without_labels_are_validated_and_read_and_a_pack_says_what_can_be
 def test_the_columns_of_a_list_stand_in_any_order_among_others(tmp_path):
     source = corpus(tmp_path / "raw", without=("X2048",))
     (source / "train" / "b.npz").rename(source / "train" / "e\u0301.npz")  # é, as a Mac writes it
-    lines = (" Signer,CAT,file,gloss,occluded", "S0,0,./a.npz,0,1", "", 'S1,1,"é", 1 ,0', "S0,0,a,0,1")
+    lines = (" Signer,CAT,file,gloss,occluded", "S0,0.0,./a.npz,0,1", "", 'S1,1.0,"é", 1.0 ,0', "S0,0,a,0,1")
     (source / "train" / "labels.csv").write_text("\n".join(lines), "utf-8-sig")
     assert checked(source).rows == []
     assert packed(source).sample(1)["label"].tolist() == [1, 1]
+    listed(source / "labels.csv", "C0/a.npz,0,0")  # the guide's list of all clips, where these have theirs beside them
+    [row] = checked(source).rows
+    assert (row.severity, row.file, row.value) == (WARNING, "labels.csv:2", "C0/a.npz, of 0 clips")
 
 
 def test_clips_of_one_signer_stay_in_one_split(tmp_path):
@@ -247,6 +248,7 @@ REFUSED = {
     "coordinates must be in [0, 1]": (with_value(-0.75), "frame 2 has -0.75"),
     "X must have frames": (lambda path: clip(path, frames=0), "none"),
     "mask must be (5, 78)": (changed(mask=MASK[1:]), "(4, 78)"),
+    "a clip must show a point": (changed(mask=MASK & False), "none"),
     "timestamps_ms must be (5)": (changed(timestamps_ms=TIMES[1:]), "(4,)"),
     "times must increase": (changed(timestamps_ms=TIMES[::-1]), "frame 0 has 133"),
     "a clip must be a whole .npz archive": (changed(X=X.astype(object)), "Object arrays"),

@@ -29,27 +29,16 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side, split_word, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import (
-    ERROR,
-    WARNING,
-    Refused,
-    Report,
-    Row,
-    decode_text,
-    read_rows,
-    split_word,
-    walk,
-    with_slashes,
-)
+from nbtools.tasks.common.files import ERROR, WARNING, Refused, Report, Row, decode_text, read_rows, walk, with_slashes
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 
 SUFFIX, LABELS, REFERENCE = ".npz", "labels.csv", "labels_reference.csv"
 GUIDE = {"transformer_only": "train", "iv3_gru_only": "train", "test_15fps": "val"}  # it has no test split
-ID = re.compile("[0-9]{1,4}")  # a mistyped id must not make a network of a billion outputs
+ID = re.compile(r"([0-9]{1,4})(\.0)?")  # pandas writes 3.0; a mistyped id must not make a billion outputs
 
 WIDTH, FEATURES = 2 * POINTS, 2048
 MASK, TIMES, META = "mask", "timestamps_ms", "meta"
@@ -198,6 +187,8 @@ def read_clip(path: Path, options: Mapping[str, Any]) -> tuple[Sample, list[Row]
     with open_clip(path) as npz:
         for column, key in places_in(npz.files, options).items():
             values = npz[key]
+            if column == "x" and MASK in npz.files:
+                values = without_unseen(values, npz[MASK])
             for broken, came, rule, fix, severity in rules_of(column, key, values, frames):
                 if broken and severity == ERROR:
                     raise Refused(came, rule, fix)
@@ -208,7 +199,18 @@ def read_clip(path: Path, options: Mapping[str, Any]) -> tuple[Sample, list[Row]
     sample.pop(TIMES, None)
     if "x" in sample and MASK not in sample:
         sample[MASK] = sample["x"].reshape(-1, POINTS, 2).any(2)
+    if "x" in sample and not sample[MASK].any():
+        raise Refused("none", "a clip must show a point in some frame", AGAIN)
     return sample, warnings
+
+
+def without_unseen(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Return points (T, 156), 0 in place of what is not in [0, 1] where the mask (T, 78) says that a point is not seen;
+    arrays of other shapes as they are: `rules_of` refuses them."""
+    if x.dtype.kind != "f" or x.shape[1:] != (WIDTH,) or mask.shape != (len(x), POINTS):
+        return x
+    unseen = (mask == 0).repeat(2, axis=1)
+    return np.where(unseen & ~((x >= 0) & (x <= 1)), x.dtype.type(0), x)
 
 
 def places_in(names: Collection[str], options: Mapping[str, Any]) -> dict[str, str]:
@@ -242,7 +244,7 @@ def rules_of(column: str, key: str, values: np.ndarray, frames: str) -> Iterator
         fix = f"write 0 for a point not seen, or {AGAIN}"
         yield *first(endless, values), f"{key} must be finite numbers", fix, ERROR
     if column == "x":
-        rule, fix = "coordinates must be in [0, 1]", "divide x by the width and y by the height of a frame"
+        rule, fix = "coordinates must be in [0, 1]", "set mask to 0 there; or divide pixels by the width and height"
         yield *first((values < -SLACK) | (values > 1 + SLACK), values), rule, fix, ERROR
         yield *first((values < 0) | (values > 1), values), rule, "nothing: the point has left the frame", WARNING
         rule, fix = f"the Transformer reads at most {POSITIONS} frames", "cut or thin out the clip; or train the GRU"
@@ -319,6 +321,9 @@ def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], Plac
     for (first, where), *others in (labels.items() for labels in given.values()):
         rule, fix = f"a clip must have one label, and {where} says {first[0]}, {first[1]}", "delete a wrong row"
         rows += [Row(other, f"{ids[0]}, {ids[1]}", rule, fix) for ids, other in others]
+    if given.keys() == {*clips}:  # then a list that gave no clip its label is no error: it may be of clips elsewhere
+        needed = {where.rpartition(":")[0] for labels in given.values() for where in labels.values()}
+        rows = [row if row.file.rpartition(":")[0] in needed else row._replace(severity=WARNING) for row in rows]
     return {clip: next(iter(labels)) for clip, labels in given.items() if len(labels) == 1}, places, rows
 
 
@@ -341,10 +346,10 @@ def clip_of(file: str, ends: Mapping[str, list[str]]) -> str:
 
 
 def id_in(column: str, cell: str) -> int:
-    if not ID.fullmatch(cell):
+    if not (match := ID.fullmatch(cell)):
         fix = f"write its id; names belong in {REFERENCE}"
         raise Refused(cell or "nothing", f"{column} must be a whole number from 0 to 9999", fix)
-    return int(cell)
+    return int(match[1])
 
 
 def read_table(folder: Path, name: str, columns: Sequence[str], *others: str) -> list[tuple[str, list[str]]]:
