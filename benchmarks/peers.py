@@ -33,7 +33,6 @@ from nbtools.data import Draws, Pack, Padding, batches_left, collate, in_order, 
 from nbtools.train import Plan, Sums, bind, build, device
 from nbtools.train.evaluation import scores
 from nbtools.train.optimizer import build_optimizer
-from nbtools.train.plan import lr_at
 from nbtools.train.step import denominator_of
 from nbtools.train.task import as_sum
 
@@ -188,7 +187,7 @@ class Job:
         middles = [epoch + x for epoch, n in enumerate(sizes) for x in ((n.cumsum() - n / 2) / n.sum()).tolist()]
 
         def factor(step: int) -> float:
-            return lr_at(self.plan, middles[min(step, len(middles) - 1)]) / self.plan.lr
+            return self.plan.lr_at(middles[min(step, len(middles) - 1)]) / self.plan.lr
 
         return LambdaLR(optimizer, [lambda step, s=g["lr_scale"]: s * factor(step) for g in optimizer.param_groups])
 

@@ -285,7 +285,7 @@ def one_share(state: TrainState) -> Plan:
 def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure where the time of a step of this run goes, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
-    fixed = [] if state.over else [*train.fixed_settings(plan)]  # at the end, what is proposed is for the next run
+    fixed = [] if state.over else [*plan.fixed_settings()]  # at the end, what is proposed is for the next run
     fixed += ["batch_size"] * (state.ranks.world > 1)  # of several processes, which have a share of it
     verdict = measure.verdict(job.task, job.pack, plan, fixed=fixed, run_s=state.meter.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))

@@ -126,7 +126,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     moved = new.changes_from(old)
-    refused, why = moved.keys() & train.fixed_settings(old, resumed=True).keys(), "is started"
+    refused, why = moved.keys() & old.fixed_settings(resumed=True).keys(), "is started"
     if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
         refused, why = moved.keys(), "is finished (more epochs extend it)"
     if refused:
@@ -135,7 +135,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         raise TrainError(f"{former.folder}: this run {why}, and cannot change {changes}; {fix}")
     if former.over and moved:
         drops = checkpoint.newest(former.folder).facts["state"]["best"]["drops"]
-        now, then = (train.shown(train.lr_at(each, epoch, drops, task.schedule(each))) for each in (new, old))
+        now, then = (train.shown(each.lr_at(epoch, drops, task.schedule(each))) for each in (new, old))
         messages.append(f"{train.list_changes(moved)}: lr continues at {now}; it had reached {then}")
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")

@@ -57,8 +57,8 @@ class Remote(live.View):
         plan, best, history = run.plan, run.index.get("metric", "-loss"), History(run.folder / HISTORY)
         super().__init__(run.folder, history, plan, run.card, best, given, show)
         self.run, self.plans = run, live.Plans(plan, plan)
-        fits = partial(train.require_batch, count=run.card.splits["train"])
-        self.requests = live.Requests(self.plans, live.advised_plan(run.folder, plan), fits)
+        count, advised = run.card.splits["train"], live.advised_plan(run.folder, plan)
+        self.requests = live.Requests(self.plans, advised, lambda new: new.require_batch(count))
         self.sent, self.asked = set[str](), (plan, False)
         self.status = live.TRAINING if self.history.rows else live.STARTING
 

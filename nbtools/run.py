@@ -245,7 +245,7 @@ def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **kno
     """
     require_like(run, pack)
     plan = run.plan.replace(**knobs)
-    train.refuse_fixed(plan.changes_from(run.plan), plan, resumed=True)
+    plan.refuse_fixed(run.plan, resumed=True)
     model = run.model() if isinstance(run, Run) else run.evaluated
     return evaluation.evaluate(run.task, model, pack, plan, split)
 

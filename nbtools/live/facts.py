@@ -16,7 +16,7 @@ from nbtools.data import Pack, choose
 from nbtools.live.plot import Columns, curve_of
 from nbtools.measure import machine
 from nbtools.show import EMPTY, digits, duration, header, number, percent, size
-from nbtools.train import Record, TrainState, length_of, order
+from nbtools.train import Record, TrainState, order
 
 STARTING, COMPILING, TRAINING, EVALUATING = "starting", "compiling", "training", "evaluating"
 MEASURING, PAUSED = "measuring", "paused"
@@ -130,7 +130,7 @@ def opening(state: TrainState, pack: Pack) -> str:
     settings = f"{batch}, lr {digits(plan.lr)} ({plan.schedule}), {plan.optimizer}, {precision}, {feed} feed"
     begun = f"; from step {state.step:,}, in epoch {state.epoch + 1} of {plan.epochs}" if state.step else ""
     here = machine(state.device)
-    return f"{here['device']}, {here['cores']}: {settings}; {length_of(plan, pack.splits['train'])}{begun}"
+    return f"{here['device']}, {here['cores']}: {settings}; {plan.length_of(pack.splits['train'])}{begun}"
 
 
 def line_of(record: Record, about: About) -> list[str]:

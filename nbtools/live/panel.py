@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
-from nbtools.train import Plan, fixed_settings, list_changes, shown
+from nbtools.train import Plan, list_changes, shown
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 TWICE = 0.1  # seconds between two clicks that mean one: in a long step the first shows nothing yet
@@ -76,7 +76,7 @@ class Panel:
         """A run starts: changes and clicks are posted to its requests. A resumed run keeps its applied settings."""
         with self.lock:
             changes = list_changes(requests.state.plan.changes_from(self.plan))
-            self.requests, self.running, self.fixed = requests, True, fixed_settings(requests.state.plan)
+            self.requests, self.running, self.fixed = requests, True, requests.state.plan.fixed_settings()
             self.presets["as advised"] = requests.advised
             note = f"This run continues with its applied settings: {changes}" if changes else self.note
             self.propose(note, {} if changes else self.proposed)

@@ -16,7 +16,7 @@ from nbtools.errors import sentence
 from nbtools.measure.finders import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
 from nbtools.show import Report, digits, duration, html, note, percent, plural, restore
-from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, length_of, lr_factor
+from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, lr_factor
 from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
@@ -67,7 +67,7 @@ class Advice(Report):
 
     def caption(self) -> str:
         """Return samples and steps, and the time for them where a step was measured."""
-        length = length_of(self.plan, self.samples)
+        length = self.plan.length_of(self.samples)
         if self.verdict is None:
             return f"{length} · time not measured yet."
         seconds = self.plan.epochs * self.samples / self.verdict.timing.samples_per_s

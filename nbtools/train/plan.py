@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 from nbtools import show
 from nbtools.data import Pack, batches_in
 from nbtools.errors import NbtoolsError, PlanError, TrainError
+from nbtools.show import plural
 from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
@@ -142,10 +143,57 @@ class Plan(Settings):
         """Return the plan for evaluations during training: a task overrides it to leave costly options to the end."""
         return self
 
+    def lr_at(self, progress: float, drops: int = 0, own: Callable[[float], float] | None = None) -> float:
+        """Return lr at a point of the run, in epochs: linear warmup, then the schedule. drops: of a plateau, so far;
+        own: a task's schedule in place of both, the factor on lr at 0…1 of the run. Pure: a resume needs no memory."""
+        if own is not None:
+            return self.lr * float(own(min(1.0, progress / self.epochs)))
+        if progress < self.warmup_epochs:
+            return self.lr * progress / self.warmup_epochs
+        if self.schedule == "constant":
+            return self.lr
+        if self.schedule == "step":  # at a third and two thirds of the epochs, hctr's of 90 at 30 and 60
+            drops = min(int(3 * progress / self.epochs), 2)
+        if self.schedule in ("plateau", "step"):
+            return max(self.min_lr, self.lr * 0.1**drops)
+        t = min(1.0, (progress - self.warmup_epochs) / max(self.epochs - self.warmup_epochs, 1e-9))
+        fall = (1 + math.cos(math.pi * t)) / 2 if self.schedule == "cosine" else (1 - t) ** POLY_POWER
+        return self.min_lr + (self.lr - self.min_lr) * fall
+
+    def length_of(self, samples: int) -> str:
+        """Return how long this plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
+        steps = batches_in(samples, self.batch_size)
+        whole = f"{plural(self.epochs * steps, 'step')} in {plural(self.epochs, 'epoch')}"
+        rising = f"{plural(math.ceil(self.warmup_epochs * steps), 'step')} of warmup"
+        return f"{plural(samples, 'sample')} · {plural(steps, 'step')} per epoch · {whole} · {rising}"
+
+    def require_batch(self, count: int) -> None:
+        """Raise TrainError where a train split of `count` samples is smaller than a batch."""
+        if self.batch_size > count:
+            split = f"the train split ({plural(count, 'sample')})"
+            raise TrainError(f"Plan.batch_size {self.batch_size} is larger than {split}; set it to at most {count}")
+
     def changes_from(self, old: "Plan") -> dict[str, str]:
         """Return what differs from another plan: field → `0.001 → 0.0005`."""
         pairs = ((name, getattr(old, name), value) for name, value in self.to_dict().items())
         return {name: f"{shown(before)} → {shown(now)}" for name, before, now in pairs if before != now}
+
+    def fixed_settings(self, resumed: bool = False) -> dict[str, str]:
+        """Return the settings that a run cannot change while it trains, or when it is resumed, each with the reason."""
+        basic = Plan.__dataclass_fields__
+        own = [f.name for f in dataclasses.fields(self) if f.name not in basic and not f.metadata["live"]]
+        at_start = "fixed while it trains: it takes effect at the start; stop, change it, and resume"
+        always = dict.fromkeys((*FIXED, *own), "fixed in a started run: its model and optimizer depend on it")
+        return always if resumed else {**always, **dict.fromkeys(AT_START, at_start)}
+
+    def refuse_fixed(self, old: "Plan", resumed: bool = False) -> None:
+        """Raise TrainError where this plan changes a setting of a started run that cannot change. resumed: those of
+        AT_START may."""
+        differing = self.changes_from(old)
+        for name in self.fixed_settings(resumed):
+            if name in differing:
+                rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
+                raise TrainError(f"{rule}; keep the value, or use another run folder")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values by field name, ready for JSON."""
@@ -250,38 +298,6 @@ def lr_factor(rule: str, k: float) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
-def lr_at(plan: Plan, progress: float, drops: int = 0, own: Callable[[float], float] | None = None) -> float:
-    """Return lr at a point of the run, in epochs: linear warmup, then the schedule; drops: of a plateau, so far. own: a
-    task's schedule in place of both, the factor on lr at 0…1 of the run. Pure, so that a resume needs no memory."""
-    if own is not None:
-        return plan.lr * float(own(min(1.0, progress / plan.epochs)))
-    if progress < plan.warmup_epochs:
-        return plan.lr * progress / plan.warmup_epochs
-    if plan.schedule == "constant":
-        return plan.lr
-    if plan.schedule in ("plateau", "step"):  # step: at a third and two thirds of the epochs, hctr's of 90 at 30 and 60
-        drops = drops if plan.schedule == "plateau" else min(int(3 * progress / plan.epochs), 2)
-        return max(plan.min_lr, plan.lr * 0.1**drops)
-    t = min(1.0, (progress - plan.warmup_epochs) / max(plan.epochs - plan.warmup_epochs, 1e-9))
-    fall = (1 + math.cos(math.pi * t)) / 2 if plan.schedule == "cosine" else (1 - t) ** POLY_POWER
-    return plan.min_lr + (plan.lr - plan.min_lr) * fall
-
-
-def length_of(plan: Plan, samples: int) -> str:
-    """Return how long a plan trains on so many samples: steps per epoch, in all, and with a rising lr."""
-    steps, plural = batches_in(samples, plan.batch_size), show.plural
-    whole = f"{plural(plan.epochs * steps, 'step')} in {plural(plan.epochs, 'epoch')}"
-    rising = f"{plural(math.ceil(plan.warmup_epochs * steps), 'step')} of warmup"
-    return f"{plural(samples, 'sample')} · {plural(steps, 'step')} per epoch · {whole} · {rising}"
-
-
-def require_batch(plan: Plan, count: int) -> None:
-    """Raise TrainError where a train split of `count` samples is smaller than a batch."""
-    if plan.batch_size > count:
-        split = f"the train split ({show.plural(count, 'sample')})"
-        raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than {split}; set it to at most {count}")
-
-
 def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
     """Raise TrainError for a pack with too few samples to train on, or too few for a batch of the plan."""
     count, bad = len(pack.ids("train")), pack.manifest["bad"]
@@ -290,24 +306,7 @@ def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
         less = "pack more, or less of it as val and test"
         raise TrainError(f"{rule}; {f'correct the {bad:,} that were left out, see pack.bad' if bad else less}")
     if plan is not None:
-        require_batch(plan, count)
-
-
-def fixed_settings(plan: Plan, resumed: bool = False) -> dict[str, str]:
-    """Return the settings that a run cannot change while it trains, or when it is resumed, each with the reason."""
-    basic = Plan.__dataclass_fields__
-    own = [f.name for f in dataclasses.fields(plan) if f.name not in basic and not f.metadata["live"]]
-    at_start = "fixed while it trains: it takes effect at the start; stop, change it, and resume"
-    always = dict.fromkeys((*FIXED, *own), "fixed in a started run: its model and optimizer depend on it")
-    return always if resumed else {**always, **dict.fromkeys(AT_START, at_start)}
-
-
-def refuse_fixed(differing: Mapping[str, str], plan: Plan, resumed: bool = False) -> None:
-    """Raise TrainError for a setting that a run cannot change. resumed: those of AT_START may differ."""
-    for name in fixed_settings(plan, resumed):
-        if name in differing:
-            rule = f"Plan.{name} cannot change in a started run, got {differing[name]}"
-            raise TrainError(f"{rule}; keep the value, or use another run folder")
+        plan.require_batch(count)
 
 
 def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:

@@ -19,7 +19,7 @@ from nbtools.train.graph import Graphs
 from nbtools.train.history import Record
 from nbtools.train.meter import Meter
 from nbtools.train.optimizer import build_optimizer, build_schedule, follow
-from nbtools.train.plan import Plan, list_changes, refuse_fixed, require_batch
+from nbtools.train.plan import Plan, list_changes
 from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, as_task, bind, build, order
 
@@ -266,15 +266,15 @@ def require_change(state: TrainState, new: Plan) -> None:
     """Raise TrainError for a plan that this run cannot adopt at this point."""
     if new is state.applied:
         return
+    new.refuse_fixed(state.applied)
     differing = new.changes_from(state.applied)
-    refuse_fixed(differing, new)
     idle: dict[str, str] = {} if state.built_in else dict.fromkeys(("weight_decay", "betas", "eps"), "optimizer")
     idle |= {} if state.schedule is None else dict.fromkeys(("schedule", "warmup_epochs"), "schedule")
     for name in idle.keys() & differing.keys():
         rule = f"Plan.{name} has no effect on the task's own {idle[name]}, got {differing[name]}"
         raise TrainError(f"{rule}; set it where the {idle[name]} is made, in another run")
     devices.require(new, state.device)
-    require_batch(new, state.card.splits["train"])
+    new.require_batch(state.card.splits["train"])
 
 
 def adopt(state: TrainState, new: Plan) -> None:

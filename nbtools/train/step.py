@@ -18,7 +18,6 @@ from nbtools.train.defaults import Batch
 from nbtools.train.device import autocast, give_back, within_memory
 from nbtools.train.graph import Graphs, Sums
 from nbtools.train.meter import Diverged
-from nbtools.train.plan import lr_at
 from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
 from nbtools.train.task import as_sum, set_training
@@ -148,7 +147,8 @@ def update(state: TrainState) -> None:
 def set_lr(state: TrainState, size: int) -> None:
     """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
     groups = state.optimizer.param_groups
-    lr = lr_at(state.applied, (state.samples + size / 2) / state.epoch_size, state.best.drops, state.schedule)
+    progress = (state.samples + size / 2) / state.epoch_size
+    lr = state.applied.lr_at(progress, state.best.drops, state.schedule)
     for group in groups:
         if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
             group["lr"].fill_(lr * group["lr_scale"])

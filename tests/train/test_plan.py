@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nbtools.errors import PlanError
-from nbtools.train import Plan, knob, lr_at
+from nbtools.train import Plan, knob
 
 
 @dataclass(frozen=True)
@@ -128,17 +128,17 @@ STEPS, BASE = 50, Plan(epochs=10, lr=1e-2)  # steps of an epoch
 def test_warmup_rises_linearly_step_by_step_and_ends():
     """One guide steps a scheduler of 1,000 warmup steps once an epoch: its warmup never ends."""
     made = BASE.replace(warmup_epochs=2, schedule="constant")
-    rising = [lr_at(made, step / STEPS) for step in range(1, 2 * STEPS + 1)]
+    rising = [made.lr_at(step / STEPS) for step in range(1, 2 * STEPS + 1)]
     assert rising == pytest.approx([1e-2 * k / (2 * STEPS) for k in range(1, 2 * STEPS + 1)])
     for own in (None, lambda t: 1.0 + (t > 1)):  # a schedule of one's own ends with the run
-        assert [lr_at(made, 2 + k / STEPS, own=own) for k in range(9 * STEPS)] == [1e-2] * 9 * STEPS
+        assert [made.lr_at(2 + k / STEPS, own=own) for k in range(9 * STEPS)] == [1e-2] * 9 * STEPS
 
 
 def test_cosine_is_torchs_cosine():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
     scheduler, made = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10 * STEPS, 1e-4), BASE.replace(min_lr=1e-4)
     for step in range(10 * STEPS):
-        assert lr_at(made, step / STEPS) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+        assert made.lr_at(step / STEPS) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         scheduler.step()
 
@@ -157,4 +157,4 @@ def test_cosine_is_torchs_cosine():
     ],
 )
 def test_schedules_at_known_points(knobs, epochs, drops, lr):
-    assert lr_at(BASE.replace(**knobs), epochs, drops) == pytest.approx(lr)
+    assert BASE.replace(**knobs).lr_at(epochs, drops) == pytest.approx(lr)
