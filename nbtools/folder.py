@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbtools import disk, measure, train
+from nbtools import disk, measure, show, train
 from nbtools.data import Card, Pack, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
@@ -135,7 +135,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         raise TrainError(f"{former.folder}: this run {why}, and cannot change {changes}; {fix}")
     if former.over and moved:
         drops = checkpoint.newest(former.folder).facts["state"]["best"]["drops"]
-        now, then = (train.shown(each.lr_at(epoch, drops, task.schedule(each))) for each in (new, old))
+        now, then = (show.shown(each.lr_at(epoch, drops, task.schedule(each))) for each in (new, old))
         messages.append(f"{train.list_changes(moved)}: lr continues at {now}; it had reached {then}")
     elif moved:
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Generator
 from typing import Any
 
-from nbtools import train
+from nbtools import show, train
 from nbtools.folder import Job, resume
 from nbtools.live import REFUSED
 from nbtools.train import Diverged, Plan, Record, checkpoint
@@ -131,9 +131,9 @@ class Guard:
         self.retries += 1
         if self.retries <= RETRIES and setting == "lr":
             return reason
-        lower = train.shown(min(self.job.surface.requests.advised.lr, plan.lr / 10))
+        lower = show.shown(min(self.job.surface.requests.advised.lr, plan.lr / 10))
         fix = f"lower lr, in the panel or by plan.replace(lr={lower}), set clip_norm or amp=off"
         if setting == "amp":
             fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no loss scaling"
-        what = f"Training diverged at {setting} {train.shown(getattr(plan, setting))}: {reason}. To continue from step"
+        what = f"Training diverged at {setting} {show.shown(getattr(plan, setting))}: {reason}. To continue from step"
         raise Diverged(f"{what} {step:,}, {fix}, and run it again.", trouble.steps, setting)

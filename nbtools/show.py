@@ -94,7 +94,7 @@ def text(headers: Sequence[str], rows: Rows) -> str:
 def fill_cells(headers: Sequence[str], rows: Rows) -> list[list[str]]:
     """Return the headers and the rows as they are shown, without the columns that hold nothing."""
     kept = [k for k in range(len(headers)) if any(row[k] not in (None, "") for row in rows)]
-    return [[shown(row[k]) for k in kept] for row in (headers, *rows)]
+    return [[shown(row[k], EMPTY) for k in kept] for row in (headers, *rows)]
 
 
 def plain(line: str) -> str:
@@ -107,10 +107,10 @@ def header(name: str) -> str:
     return HEADERS.get(name, name.replace("_", " "))
 
 
-def shown(value: Any) -> str:
-    """Return a value as the user reads it: yes or no, a float in `digits`, a dash for None."""
+def shown(value: Any, none: str = "none") -> str:
+    """Return a value as the user reads it: yes or no, a float in `digits`, None as `none`."""
     if value is None:
-        return EMPTY
+        return none
     if isinstance(value, bool):
         return "yes" if value else "no"
     return digits(value) if isinstance(value, float) else str(value)

@@ -15,8 +15,8 @@ from typing import Any
 import ipywidgets as widgets
 from ipywidgets import HTML, Button, FloatLogSlider, HBox, Layout, Text, VBox
 
-from nbtools import show
 from nbtools.live.draw import HEAD
+from nbtools.show import shown
 
 STRIP = ("lr", "batch_size", "amp", "epochs", "clip_norm", "early_stop")  # settings next to the curves of a run
 IN_VIEW = ("network", *STRIP, "eval_every")  # of the form; all other settings are under More
@@ -163,9 +163,7 @@ def field(value: Any, rule: Field[Any]) -> Any:
 
 def to_text(value: Any) -> str:
     """Return a value as text that Plan.parse reads."""
-    if isinstance(value, tuple):
-        return ", ".join(map(to_text, value))
-    return "none" if value is None else show.shown(value)
+    return ", ".join(map(to_text, value)) if isinstance(value, tuple) else shown(value)
 
 
 def message(text: str, look: str = "", status: bool = False, more: str = "") -> str:

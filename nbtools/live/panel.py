@@ -16,7 +16,8 @@ from uuid import uuid4
 
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.live.requests import Plans, Requests
-from nbtools.train import Plan, list_changes, shown
+from nbtools.show import shown
+from nbtools.train import Plan, list_changes
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 TWICE = 0.1  # seconds between two clicks that mean one: in a long step the first shows nothing yet

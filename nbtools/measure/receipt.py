@@ -13,8 +13,8 @@ from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import Trial, attempt, beside
-from nbtools.show import Report, duration, html, note, percent, plural
-from nbtools.train import Plan, TaskLike, as_task, list_changes, shown
+from nbtools.show import Report, duration, html, note, percent, plural, shown
+from nbtools.train import Plan, TaskLike, as_task, list_changes
 from nbtools.train import device as devices
 
 SECONDS, ROUNDS = 9.0, 3  # of all turns; of these at least

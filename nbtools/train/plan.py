@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Self
 
-from nbtools import show
 from nbtools.data import Pack, batches_in
 from nbtools.errors import NbtoolsError, PlanError, TrainError
-from nbtools.show import plural
+from nbtools.show import plural, shown
 from nbtools.train.optimizer import OPTIMIZERS
 
 FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "deterministic", "ema", "seed")
@@ -281,11 +280,6 @@ def similar(name: str, known: Collection[str]) -> list[str]:
     alike = [each for each in known if name in ELSEWHERE.get(each, "").split()]
     words = [each for each in known if {*name.split("_")} & {*each.split("_")}]
     return alike or difflib.get_close_matches(name, known, n=3) or words[:3]
-
-
-def shown(value: Any) -> str:
-    """Return a setting's value as text."""
-    return "none" if value is None else show.shown(value)
 
 
 def list_changes(changes: Mapping[str, str]) -> str:

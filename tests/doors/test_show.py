@@ -20,7 +20,7 @@ def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is
     assert show.text(["a"], []) == ""
 
 
-SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "–", True: "yes"}
+SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "none", True: "yes"}
 MEASURED = {480.8672: "481", 0.00494975: "0.00495", 0.99954: "0.9995", 9.996: "10.0", 2e-7: "2.00e-7", math.inf: "inf"}
 
 
