@@ -17,7 +17,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from nbtools.train import Plan, lr_factor
+from nbtools.train import LR_FACTORS, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "notebooks" / "src"
@@ -134,7 +134,7 @@ def larger() -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for k, times, epochs in LARGER:
-        sqrt, linear = (f"× {lr_factor(rule, k):.3g}" for rule in ("sqrt", "linear"))
+        sqrt, linear = (f"× {LR_FACTORS[rule](k):.3g}" for rule in ("sqrt", "linear"))
         rows.append(f"| × {k} | × {times} | {sqrt} | {linear} | {epochs} |")
     return "\n".join(rows) + "\n"
 

@@ -16,7 +16,7 @@ from nbtools.errors import sentence
 from nbtools.measure.finders import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
 from nbtools.show import Report, digits, duration, html, note, percent, plural, restore
-from nbtools.train import OPTIMIZERS, Plan, Task, TaskLike, as_task, lr_factor
+from nbtools.train import LR_FACTORS, OPTIMIZERS, Plan, Task, TaskLike, as_task
 from nbtools.train import device as devices
 
 TIERS = ((40, 512), (24, 256), (12, 128), (0, 64))  # GB of GPU memory → batch (captcha guide)
@@ -178,7 +178,7 @@ def learning_rate(base: Plan, optimizer: str, batch: int) -> Choice:
     """Return lr by another plan's at its batch size and the rule for the optimizer; k is capped."""
     rule, source = OPTIMIZERS[optimizer].lr_rule
     k = batch / base.batch_size
-    factor = lr_factor(rule, min(k, MOST_K))
+    factor = LR_FACTORS[rule](min(k, MOST_K))
     why = f"{digits(base.lr)} at batch {base.batch_size}, times {factor:.3g} by the {rule} rule, {THUMB} ({source})"
     return float(f"{base.lr * factor:.3g}"), why + (f"; no increase beyond {MOST_K} × the batch" if k > MOST_K else "")
 

@@ -11,7 +11,7 @@ from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.optimizer import OPTIMIZERS
 from nbtools.train.own import classify, regress
-from nbtools.train.plan import Plan, doubts, knob, list_changes, lr_factor, require_sizes, similar
+from nbtools.train.plan import LR_FACTORS, Plan, doubts, knob, list_changes, require_sizes, similar
 from nbtools.train.ranks import RankLost, Ranks, join, naming
 from nbtools.train.state import TrainState, adopt, change, require_change
 from nbtools.train.step import gradients, release, train_step

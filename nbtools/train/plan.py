@@ -23,6 +23,8 @@ FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "determinist
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
 AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "graph")
 """Settings that may change when a run is resumed, not while it trains."""
+LR_FACTORS: dict[str, Callable[[float], float]] = {"none": lambda k: 1.0, "sqrt": math.sqrt, "linear": lambda k: k}
+"""The choices of `lr_rule` → the factor on lr for a batch k times as large."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 ELSEWHERE = {"amp": "precision fp16 bf16", "betas": "momentum", "run": "output_dir out", "processes": "gpus devices"}
 ELSEWHERE |= {"lr": "learning_rate", "weight_decay": "wd", "batch_size": "bs"}  # setting → its names elsewhere
@@ -65,7 +67,7 @@ class Plan(Settings):
     batch_size: int = knob(64, "samples per optimizer step", least=1)
     micro_batch_size: int | None = knob(None, "samples per forward pass; None: the batch size", least=1)
     lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
-    lr_rule: str = knob("none", "how lr follows a change of batch size", choices=("none", "sqrt", "linear"))
+    lr_rule: str = knob("none", "how lr follows a change of batch size", choices=tuple(LR_FACTORS))
     schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "step", "plateau"))
     warmup_epochs: float = knob(0.0, "linear warmup of lr from 0, step by step", least=0, unit="epochs")
     min_lr: float = knob(0.0, "lowest lr, except for constant", least=0)
@@ -116,10 +118,10 @@ class Plan(Settings):
     def turn(self, /, **settings: Any) -> Self:
         """Return a copy with settings as a user changes them: a batch size given without an lr adjusts lr by `lr_rule`
         (√k: arXiv 2205.10287, linear: 1706.02677); a smaller one takes micro-batch along, a lower lr min_lr, and
-        fewer epochs than the warmup has the warmup."""
+        fewer epochs than those of the warmup the warmup."""
         first = {name: settings[name] for name in ("epochs", "batch_size", "lr_rule", "lr") if name in settings}
         resized = self.replace(**first, micro_batch_size=None, min_lr=0.0, warmup_epochs=0.0)
-        factor = 1.0 if "lr" in settings else lr_factor(resized.lr_rule, resized.batch_size / self.batch_size)
+        factor = 1.0 if "lr" in settings else LR_FACTORS[resized.lr_rule](resized.batch_size / self.batch_size)
         lr = resized.lr if factor == 1 else float(f"{resized.lr * factor:.12g}")  # there and back is the same lr
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
         share = 1.0 if self.warmup_epochs <= resized.epochs else resized.epochs / self.epochs
@@ -285,11 +287,6 @@ def similar(name: str, known: Collection[str]) -> list[str]:
 def list_changes(changes: Mapping[str, str]) -> str:
     """Return the changes of `changes_from` in a sentence."""
     return ", ".join(f"{name} {change}" for name, change in changes.items())
-
-
-def lr_factor(rule: str, k: float) -> float:
-    """Return the factor on lr for a batch k times as large."""
-    return {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[rule]
 
 
 def require_sizes(pack: Pack, plan: Plan | None = None) -> None:
