@@ -10,10 +10,9 @@ from cases import CASES, LEAN, first_losses, one_pass, require_close, require_ne
 
 import nbtools as nb
 from nbtools.tasks.common import ctc
-from nbtools.train import synchronizing
+from nbtools.train import DTYPES, synchronizing
 
 pytestmark = pytest.mark.cuda
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @pytest.fixture(scope="module")

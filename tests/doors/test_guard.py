@@ -72,7 +72,7 @@ def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes
     with pytest.raises(TrainError) as caught:
         nb.fit(toy, pack, PLAN.replace(lr=1e25), folder, **QUIET)
     said = str(caught.value)
-    assert said.startswith("Training diverged at lr 1e25")
+    assert said.startswith("Training diverged at lr 1e25: more than 3 steps had to be skipped")
     assert "lower lr, in the panel or by plan.replace(lr=" in said
     assert "sample" not in said, "no sample is to blame"
     assert nb.Run.open(folder, toy).state == "diverged"

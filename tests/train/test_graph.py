@@ -12,7 +12,7 @@ import toy
 from acting import QUIET
 from cases import CASES, LEAN, augmented, run
 from tape import Tape, synchronizing
-from test_resume import same
+from test_resume import Changes, same, trained
 from torch import Tensor
 
 import nbtools as nb
@@ -67,30 +67,24 @@ def test_replayed_steps_of_every_task_have_the_bits_of_eager_ones(name, tmp_path
     assert len(set(losses)) == len(losses) > 8
 
 
-def trained(task: Any, pack: nb.Pack, plan: nb.Plan, act: Any = None) -> tuple[list[str], Any]:
-    """A run, and what it tells. act: called with the state after each step."""
+SLOWER: Changes = {12: {"lr": PLAN.lr / 4, "weight_decay": 0.1, "micro_batch_size": 5}}
+
+
+def telling(task: Any, pack: nb.Pack, plan: nb.Plan = PLAN, changes: Changes | None = None) -> tuple[list[str], Any]:
+    """What a run tells, and its state."""
     random.seed(0)
-    state, told = nb.TrainState(task, pack, plan), []
-    for record in nb.train(task, state, pack):
-        told += [record.values["what"]] if record.kind in ("event", "change") else []
-        if record.kind == "step" and act is not None:
-            act(state)
-    return told, state
-
-
-def slower(state: nb.TrainState) -> None:
-    if state.step == 12:
-        state.plan = state.plan.replace(lr=state.plan.lr / 4, weight_decay=0.1, micro_batch_size=5)
+    state, history = trained(pack, task, plan, changes or {})
+    return [row["what"] for row in history.rows if "what" in row], state
 
 
 def test_a_run_with_evaluations_short_batches_and_a_changed_plan_has_the_bits_of_an_eager_one(pack, monkeypatch):
-    told, state = trained(toy, pack, PLAN, slower)
+    told, state = telling(toy, pack, changes=SLOWER)
     assert told == ["micro_batch_size none → 5, lr 0.01 → 0.0025, weight_decay 0 → 0.1"]
     assert state.graphs.replayed == state.step - 2 * graph.WARM_UP - 3, "but warm-ups and each epoch's last batch"
-    plain = trained(toy, pack, PLAN.replace(graph=False), slower)[1].parameters
+    plain = telling(toy, pack, PLAN.replace(graph=False), SLOWER)[1].parameters
     assert torch.allclose(state.parameters[0], plain[0]), "replays read the lr"
     monkeypatch.setattr(graph, "WARM_UP", EAGER)
-    assert same(state, trained(toy, pack, PLAN, slower)[1])
+    assert same(state, telling(toy, pack, changes=SLOWER)[1])
 
 
 def test_a_state_that_is_loaded_amid_a_run_goes_on_with_its_own_moments(pack, monkeypatch):
@@ -163,23 +157,22 @@ def test_where_recording_fails_the_run_goes_on_eagerly_with_a_sentence_and_no_st
         numbers = torch.Generator()
         own = property(lambda self: numbers, lambda self, _: None)
         monkeypatch.setattr(graph.Graphs, "numbers", own, raising=False)
-    told, state = trained(toy.with_(loss=loss), pack, PLAN)
+    told, state = telling(toy.with_(loss=loss), pack)
     [sentence] = told
     assert re.fullmatch(f"graph off: .*{why}.*; each kernel is launched by the host", sentence), "in one line"
     assert state.graphs.replayed == 0
     if loss is not depending:  # whose numbers of the host the recorded step drew too
         monkeypatch.setattr(graph, "WARM_UP", EAGER)
-        assert same(state, trained(toy.with_(loss=loss), pack, PLAN)[1])
+        assert same(state, telling(toy.with_(loss=loss), pack)[1])
 
 
 def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack):
     def hungry(model, batch, plan):
-        if full and isinstance(model, torch.nn.Module) and len(batch["x"]) > 4:
+        if isinstance(model, torch.nn.Module) and 4 < len(batch["x"]) < PLAN.batch_size:  # an epoch's last batch
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return toy.loss(model, batch, plan)
 
-    full: list[int] = []  # from the first epoch's short batch on
-    told, state = trained(toy.with_(loss=hungry), pack, PLAN, lambda state: full.extend([8] * (state.step == 8)))
+    told, state = telling(toy.with_(loss=hungry), pack)
     assert told == ["out of memory: micro batch 6 → 3; effective batch and lr unchanged"]
     assert state.graphs.replayed == state.step - 2 * graph.WARM_UP - 3
 

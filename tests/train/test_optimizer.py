@@ -92,11 +92,8 @@ def test_interrupted_equals_uninterrupted_after_an_lr_and_a_batch_size_changed(p
 
 def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the_plans(pack):
     def after(given, **changes):
-        state = nb.TrainState(nb.classify(points, optimizer=given), pack, PLAN.replace(weight_decay=0.5))
+        state, _ = trained(pack, nb.classify(points, optimizer=given), PLAN.replace(weight_decay=0.5), {3: changes})
         assert not state.built_in
-        for record in nb.train(state.task, state, pack):
-            if record.kind == "step" and state.step == 3:
-                state.plan = state.plan.replace(**changes)
         return state.optimizer.param_groups
 
     assert [g["lr"] for g in after(two_groups, lr=PLAN.lr / 3)] == pytest.approx([PLAN.lr / 3, 10 * PLAN.lr / 3])

@@ -14,7 +14,6 @@ from acting import QUIET
 from test_loop import head_and_body
 
 import nbtools as nb
-from nbtools.errors import TrainError
 from nbtools.train import History, TrainState, checkpoint, train
 
 TIMES = ("samples_per_s", "data_wait", "memory", "epoch_time", "eval_time", "wall")  # what a clock decides
@@ -129,9 +128,3 @@ def test_a_lost_loss_goes_back_to_the_checkpoint_and_leaves_the_bad_step_out(tmp
     last = checkpoint.newest(run.folder).tensors
     assert last["optimizer.layers.0.weight.step"] == run.history.of("epoch")[-1]["step"] - 1, "all others counted"
     assert all(torch.isfinite(x).all() for name, x in last.items() if "running" in name), "BatchNorm saw the batch"
-
-
-def test_a_loss_that_is_always_lost_stops_with_what_to_do(tmp_path, packs):
-    task = toy.with_(loss=lambda model, batch, plan: (model(batch).sum() * float("nan"), len(batch["x"])))
-    with pytest.raises(TrainError, match=r"more than 3 steps had to be skipped.*lower lr"):
-        nb.fit(task, packs("adamw"), toy.PLAN, tmp_path / "run", **QUIET)
