@@ -28,12 +28,10 @@ Callback = Callable[[Record, Run], Any]
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Leave no_grad and autocast after an error, and in a notebook no memory."""
+    """Give back memory after an error, also that of a notebook's traceback."""
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, NbtoolsError):  # such as an interrupt: see there
-            devices.leave_modes()
         # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:

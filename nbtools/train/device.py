@@ -208,15 +208,3 @@ def memory(device: torch.device) -> dict[str, float]:
     if sys.platform == "linux":
         return {"memory": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20}
     return {"memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-
-
-def leave_modes() -> None:
-    """Leave no_grad and autocast, which an interrupt leaves on if it comes while torch enters or leaves them: in
-    autocast torch would go on with copies of weights that have changed since."""
-    torch.set_grad_enabled(True)
-    for kind in ("cpu", "cuda"):
-        torch.set_autocast_enabled(kind, False)
-    torch.autocast_increment_nesting()
-    while torch.autocast_decrement_nesting() > 0:
-        continue
-    torch.clear_autocast_cache()

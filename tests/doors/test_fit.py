@@ -163,21 +163,8 @@ def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, 
     assert same(run, whole)
 
 
-def test_a_call_inside_of_no_grad_or_autocast_is_refused_and_an_interrupt_leaves_neither_on(pack, tmp_path):
+def test_a_call_inside_of_no_grad_or_autocast_is_refused(pack, tmp_path):
     """Under autocast torch would keep the weights of the first step, and every step would compute with those."""
-
-    def interrupt() -> None:  # while torch enters a context
-        for context in (torch.no_grad(), torch.autocast("cpu", torch.float16)):
-            context.__enter__()
-        raise KeyboardInterrupt
-
-    plan = ONE.replace(amp="bf16")
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
         with pytest.raises(TrainError, match="no_grad is on around this call; call it outside them"), context:
-            nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
-    with pytest.raises(KeyboardInterrupt):
-        nb.fit(acting({5: interrupt}), pack, plan, tmp_path / "run", **QUIET)
-    assert torch.is_grad_enabled()
-    assert not torch.is_autocast_enabled("cpu")
-    whole = nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET)
-    assert same(nb.fit(toy, pack, plan, tmp_path / "run", **QUIET), whole)
+            nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)

@@ -95,7 +95,7 @@ def test_evaluations_take_at_most_a_tenth_of_the_time(val, epochs, every):
     data = dataclasses.replace(card(50_000), splits={"train": 50_000, "val": val})
     advice = decide(with_plan(epochs=epochs, eval_every=1), data, A100)
     assert advice.plan.eval_every == every
-    assert "a third of a step's, rule of thumb (ours)" in advice.reasons.get("eval_every", "") or every == 1
+    assert "a third of training's, rule of thumb (ours)" in advice.reasons.get("eval_every", "") or every == 1
     assert decide(with_plan(epochs=epochs, eval_every=1, eval_samples=5_000), data, A100).plan.eval_every == 1
 
 
