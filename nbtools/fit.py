@@ -142,7 +142,9 @@ def prepare(
         plan, given, messages = decide(task, pack, call, former)
         if ranks.world > 1 and former is None and "graph" not in plan.given():
             plan = plan.replace(graph=False)  # an advice's own, which replays one process
-    unread, pack = train.unread(task, pack, plan), task.part(pack, plan)
+    whole, pack = pack, task.part(pack, plan)
+    counts = [f"{pack.splits[split]:,} of {count:,} {split}" for split, count in whole.splits.items() if count]
+    unread = f"this network reads {', '.join(counts)} samples" if pack.splits != whole.splits else ""
     samples = None if samples is None else choose_ids(samples, pack)
     train.require_sizes(pack, plan)
     if former is None or not former.over or plan.epochs > former.plan.epochs:  # else it opens on any device

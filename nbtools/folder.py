@@ -195,7 +195,9 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
         say(f"{kept} is further along than {folder}, and replaces it")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         part = folder.with_name(f"{folder.name}.part")
-        train.restore_kept(kept, part)
+        for path in retry(lambda: sorted(kept.iterdir()), kept):
+            if path.suffix in (*checkpoint.SMALL, ".safetensors"):
+                disk.write_atomic(part / path.name, retry(path.read_bytes, path))
         former = folder.with_name(f"{folder.name}.former.part")
         if ours:
             folder.rename(former)

@@ -1,7 +1,7 @@
 """Plan, Task, TrainState, the loop, evaluation, checkpoints, history."""
 
 from nbtools.train import checkpoint, device, evaluation, meter
-from nbtools.train.checkpoint import CONTROL, Keeper, restore_kept
+from nbtools.train.checkpoint import CONTROL, Keeper
 from nbtools.train.defaults import Answer, Batch, Labels, Pair, logits_of
 from nbtools.train.device import DTYPES, again, unrecordable
 from nbtools.train.evaluation import Sums, forward, rehearse
@@ -28,5 +28,4 @@ from nbtools.train.task import (
     qualified_name,
     task_name,
     title_of,
-    unread,
 )

@@ -235,10 +235,3 @@ class Keeper:
             what = f"the last state was not copied ({self.trouble}); kept: {self.kept}"
             fix = f"all of it is in {self.source}: run it again to copy the rest, before this machine is given back"
             self.complaints.append(f"{self.target}: {what}; {fix}")
-
-
-def restore_kept(kept: Path, target: Path) -> None:
-    """Copy a kept run into a new folder `target`. Raises StageError, DiskError."""
-    for path in retry(lambda: sorted(kept.iterdir()), kept):
-        if path.suffix in (*SMALL, ".safetensors"):
-            disk.write_atomic(target / path.name, retry(path.read_bytes, path))

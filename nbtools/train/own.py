@@ -48,6 +48,7 @@ class classify(Task):
     """
 
     kind = "classes"  # of the targets; labels are classes too
+    spoilt = "the network returns probabilities, and the loss makes them of logits, so it learns slowly"
     card: Any = None
 
     def __init__(
@@ -91,6 +92,11 @@ class classify(Task):
         kind = self.card.options["kind"] if self.card is not None else self.kind
         return METRICS.get(kind, ()) if self.chosen is None else self.chosen
 
+    @property
+    def spoiling(self) -> tuple[Any, ...]:
+        """Return the layers that must not be the network's last with the default loss."""
+        return () if self.criterion is not None else (nn.Softmax, nn.Sigmoid)
+
     def model(self, card: Card, plan: Any) -> nn.Module:
         came = card.options["kind"] if defaults.packed_dataset(card) else "not of nb.pack"
         ragged = came == "values" and card.columns[TARGET].kind == "ragged"
@@ -133,16 +139,6 @@ class classify(Task):
     def metrics(self, outputs: Any, batch: Batch) -> Mapping[str, Pair]:
         return defaults.score(self.measured, outputs, batch, self.card)
 
-    def misfit(self, outputs: Any, ends: Mapping[Any, Any]) -> str:
-        """Return what at the network's end spoils its learning, "" for none. ends: kind of layer → its last result."""
-        values = defaults.logits_of(outputs).float()
-        sums_to_1 = self.card.options["kind"] == "classes" and len(self.card.classes) > 1 and bool((values >= 0).all())
-        sums_to_1 = sums_to_1 and torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
-        if self.criterion is not None or not (sums_to_1 or ending(values, ends, nn.Softmax, nn.Sigmoid)):
-            return ""
-        rule = "the network returns probabilities, and the loss computes them from logits"
-        return f"{rule}: it learns slowly; leave out the softmax or sigmoid at its end"
-
 
 class regress(classify):
     """The task of predicting the values of a sample, (B,), (B, D) or arrays of any shape, of an `nb.pack`.
@@ -156,6 +152,7 @@ class regress(classify):
     """
 
     kind = "values"
+    spoilt = "targets are standardised to mean 0 and standard deviation 1, which the network cannot all reach"
 
     def loss(self, model: Any, batch: Batch, plan: Any) -> Pair:
         y = batch[TARGET]
@@ -166,6 +163,10 @@ class regress(classify):
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
         return F.mse_loss(outputs, y, reduction="sum"), y.numel()
+
+    @property
+    def spoiling(self) -> tuple[Any, ...]:
+        return () if is_of(self.criterion, UNSCALED) else (nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
 
     def in_units(self, outputs: Any) -> Tensor:
         """Return values in the targets' own unit."""
@@ -184,19 +185,6 @@ class regress(classify):
 
     def decode(self, outputs: Any, card: Card) -> list[Any]:
         return super().decode(self.in_units(outputs), card)
-
-    def misfit(self, outputs: Any, ends: Mapping[Any, Any]) -> str:
-        bounded = ending(defaults.logits_of(outputs).float(), ends, nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
-        if not bounded or is_of(self.criterion, UNSCALED):
-            return ""
-        rule = "targets are standardised to mean 0 and standard deviation 1"
-        return f"{rule}, which {bounded} at the network's end cannot all reach; leave it out"
-
-
-def ending(outputs: Tensor, ends: Mapping[Any, Any], *kinds: type[nn.Module]) -> str:
-    """Return the name of the kind of layer whose last result is that of the network, "" for none of these."""
-    made = ((kind.__name__, ends[kind].float().flatten()) for kind in kinds if kind in ends)
-    return next((name for name, values in made if torch.equal(values, outputs.flatten())), "")
 
 
 def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:

@@ -261,13 +261,6 @@ def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
     return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
-def unread(task: Task, pack: Pack, plan: Any) -> str:
-    """Return how much of a pack the plan's network can read, in a sentence; "" for all."""
-    part = task.part(pack, plan)
-    counts = [f"{part.splits[split]:,} of {count:,} {split}" for split, count in pack.splits.items() if count]
-    return f"this network reads {', '.join(counts)} samples" if part.splits != pack.splits else ""
-
-
 def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, str]]:
     """Return the loss (None: the default), the metrics' names, the augmentations' strengths, and the names of optimizer
     and schedule of a run on a pack of `nb.pack`; nothing for other tasks, whose name stands for all of them."""

@@ -96,7 +96,7 @@ def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, p
 NOTICED: dict[str, tuple[nn.Module, str]] = {  # at a network's end, which the default loss does not expect
     "images": (nn.Softmax(1), "the network returns probabilities"),
     "labels": (nn.Sigmoid(), "the network returns probabilities"),
-    "rows": (nn.ReLU(), "which ReLU at the network's end cannot all reach"),
+    "rows": (nn.ReLU(), "which the network cannot all reach; leave out the ReLU"),
 }
 
 
