@@ -57,13 +57,9 @@ def pack(
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used.
     """
-    require(
-        {
-            "layout must be auto, fixed or lines": (layout in ("auto", "fixed", "lines"), layout),
-            "case must be keep, lower or upper": (case in CASES, case),
-            "height must be a whole number of pixels, 16 or more": (whole(height, 16), height),  # three times halved
-        }
-    )
+    require(layout in ("auto", "fixed", "lines"), "layout must be auto, fixed or lines", layout)
+    require(case in CASES, "case must be keep, lower or upper", case)
+    require(whole(height, 16), "height must be a whole number of pixels, 16 or more", height)  # three times halved
     alphabet = None if classes is None else "".join(characters(classes))
     options = {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
     return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)

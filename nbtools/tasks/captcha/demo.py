@@ -29,13 +29,9 @@ def demo(
     Raises PackError on an impossible request, MissingExtra without the captcha package, DiskError.
     """
     fewest, most = (length, length) if isinstance(length, int) else length
-    require(
-        {
-            "count must be 1 captcha or more": (whole(count, 1), count),
-            "alphabet must be the characters to draw": (alphabet != "", alphabet),
-            "length must be 1 or more characters, or (fewest, most)": (1 <= fewest <= most, length),
-        }
-    )
+    require(whole(count, 1), "count must be 1 captcha or more", count)
+    require(alphabet != "", "alphabet must be the characters to draw", alphabet)
+    require(1 <= fewest <= most, "length must be 1 or more characters, or (fewest, most)", length)
     canvas(size)
     return write_demo(folder, [file_of(n, alphabet, (fewest, most), size, seed) for n in range(count)], (".png",))
 

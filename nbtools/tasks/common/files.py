@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -203,11 +203,10 @@ def write_demo(folder: str | Path, files: Iterable[File], suffixes: tuple[str, .
     return folder
 
 
-def require(rules: Mapping[str, tuple[bool, object]]) -> None:
-    """Raise PackError with the first broken of rules: `count must be 1 or more` → (whether it is kept, what came)."""
-    for rule, (kept, value) in rules.items():
-        if not kept:
-            raise PackError(f"{rule}, got {value!r}")
+def require(kept: bool, rule: str, value: object) -> None:
+    """Raise PackError unless a rule is kept, such as `count must be 1 or more`. value: what came."""
+    if not kept:
+        raise PackError(f"{rule}, got {value!r}")
 
 
 def whole(value: object, least: int, most: float = math.inf) -> bool:

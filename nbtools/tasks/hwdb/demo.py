@@ -60,14 +60,10 @@ def demo(
     most = len(pool())
     chosen = characters if isinstance(characters, str) else pool()[: characters if whole(characters, 2, most) else 0]
     coded = len(set(chosen)) == len(chosen) >= 2 and text_of_codes(codes_of(chosen))[0] == chosen
-    require(
-        {
-            "count must be a whole number of lines, 1 or more": (whole(count, 1), count),
-            f"characters must be 2 to {most:,}, or different ones of two bytes in GB18030": (coded, characters),
-            "length must be 1 or more characters of a line, or (fewest, most)": (1 <= shortest <= longest, length),
-            "height must be a whole number of pixels from 16 to 512": (whole(height, 16, 512), height),
-        }
-    )
+    require(whole(count, 1), "count must be a whole number of lines, 1 or more", count)
+    require(coded, f"characters must be 2 to {most:,}, or different ones of two bytes in GB18030", characters)
+    require(1 <= shortest <= longest, "length must be 1 or more characters of a line, or (fewest, most)", length)
+    require(whole(height, 16, 512), "height must be a whole number of pixels from 16 to 512", height)
     chosen, font = "".join(sorted(chosen)), chinese()
     ink = torch.from_numpy(soft([glyph(character, height, seed, font) for character in chosen]))
     language = Language(len(chosen), seed)

@@ -34,13 +34,9 @@ def demo(folder: str | Path, count: int = 1400, *, size: tuple[int, int] = (384,
     """
     sides = tuple(size) if isinstance(size, tuple | list) else ()
     kept = len(sides) == 2 and all(whole(side, 32, 4096) for side in sides)
-    require(
-        {
-            "count must be 1 image or more": (whole(count, 1), count),
-            "size must be (height, width), from 32 to 4,096 pixels": (kept, size),
-            "seed must be 0 or more": (whole(seed, 0), seed),
-        }
-    )
+    require(whole(count, 1), "count must be 1 image or more", count)
+    require(kept, "size must be (height, width), from 32 to 4,096 pixels", size)
+    require(whole(seed, 0), "seed must be 0 or more", seed)
     return write_demo(folder, files(count, *sides, seed=seed), (*IMAGES, ".txt", ".xml"))
 
 

@@ -73,14 +73,10 @@ def demo(
     files, and 100 clips are the first of 1,000. An earlier demo in the folder is replaced.
     Raises PackError on an impossible request and where a clip that no demo wrote would be lost, DiskError.
     """
-    require(
-        {
-            "count must be 1 clip or more": (whole(count, 1), count),
-            f"categories must be 1 to {len(CATEGORIES)}": (whole(categories, 1, len(CATEGORIES)), categories),
-            f"glosses must be at least one a category, {categories}": (whole(glosses, categories), glosses),
-            "frames must be (fewest, most), from 10 to 3,000": (10 <= frames[0] <= frames[1] <= 3000, frames),
-        }
-    )
+    require(whole(count, 1), "count must be 1 clip or more", count)
+    require(whole(categories, 1, len(CATEGORIES)), f"categories must be 1 to {len(CATEGORIES)}", categories)
+    require(whole(glosses, categories), f"glosses must be at least one a category, {categories}", glosses)
+    require(10 <= frames[0] <= frames[1] <= 3000, "frames must be (fewest, most), from 10 to 3,000", frames)
     signs = [sign_of(n % categories, n // categories, seed) for n in range(glosses)]
     named = [(i, sign.name, sign.category, CATEGORIES[sign.category]) for i, sign in enumerate(signs)]
     files: list[File] = [("labels_reference.csv", partial(table, REFERENCE, *named))]
