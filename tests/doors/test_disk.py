@@ -56,20 +56,6 @@ def test_a_path_is_slow_by_its_longest_mount_point(tmp_path, monkeypatch):
     assert {path: disk.is_slow(Path(path)) for path in SLOW} == SLOW
 
 
-def add_ones(path, file):
-    for _ in range(50):
-        with disk.lock(path):
-            file.write_text(str(int(file.read_text()) + 1))
-
-
-def test_only_one_process_is_inside_a_lock(tmp_path):
-    file = tmp_path / "count"
-    file.write_text("0")
-    for worker in [forked(add_ones, tmp_path / "locks" / "x", file) for _ in range(4)]:
-        worker.join()
-    assert file.read_text() == "200"
-
-
 def own_and_be_killed(path, left):
     """Take a lock, leave a fork that lives on, and be killed."""
     with disk.lock(path):
