@@ -15,16 +15,10 @@ from nbtools.train import checkpoint
 
 pytestmark = pytest.mark.usefixtures("at_once", "written")
 
-PLAN = toy.PLAN.replace(epochs=6, schedule="constant")
+PLAN = toy.PLAN.replace(epochs=2, batch_size=2, schedule="constant")  # about 65 steps an epoch, a log step every 6
 MANY = {"lr": 1000.0, "batch_size": 32, "amp": "bf16", "betas": [0.5, 0.5], "clip_norm": None}
-CHANGED = "batch_size 16 → 32, lr 0.01 → 1000, betas (0.9, 0.999) → (0.5, 0.5), clip_norm 1 → none, amp off → bf16"
+CHANGED = "batch_size 2 → 32, lr 0.01 → 1000, betas (0.9, 0.999) → (0.5, 0.5), clip_norm 1 → none, amp off → bf16"
 TWO = {20: {"weight_decay": 0.1}, 23: {"lr": 1000}}
-SLOW = PLAN.replace(batch_size=2, epochs=2)  # about 65 steps an epoch, a log step every 6
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory, pack):
-    return nb.fit(toy, pack, SLOW, tmp_path_factory.mktemp("runs") / "slow", **QUIET)
 
 
 def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
@@ -32,7 +26,7 @@ def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
     with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
         patch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
         patch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
-        nb.fit(task, pack, SLOW, folder, keep, **QUIET)
+        nb.fit(task, pack, PLAN, folder, keep, **QUIET)
 
 
 @pytest.mark.parametrize(("actions", "changed"), [({20: MANY}, CHANGED), (TWO, "lr 0.01 → 1000, weight_decay 0 → 0.1")])
@@ -47,7 +41,7 @@ def test_a_change_that_explodes_the_loss_is_undone_and_leaves_no_trace(pack, fol
     assert same(run, untouched)
 
 
-def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is_kept(pack, folder, tmp_path, slow):
+def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_kept(pack, folder, tmp_path, untouched):
     """Checkpoints of every step: those of the ruined weights must not be gone on from."""
     task = acting({13: asking(folder, force=True, lr=1000), 19: lambda: 1 / 0})  # 14 to 18 are ruined, then 14
     fit_and_end(task, pack, folder, tmp_path / "kept")
@@ -55,17 +49,17 @@ def test_after_a_rollback_a_kill_resumes_from_before_the_change_also_where_it_is
     for place in (folder, nb.Run.open(tmp_path / "kept", toy).folder):
         assert checkpoint.place(checkpoint.names(place)[0])[1] == 13
         copy = shutil.copytree(place, tmp_path / f"copy of {place.name}")
-        assert same(nb.fit(toy, pack, None, copy, **QUIET), slow)
+        assert same(nb.fit(toy, pack, None, copy, **QUIET), untouched)
 
 
 @pytest.mark.parametrize("ends", ["stop", "kill"])
-def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(pack, folder, ends, slow):
+def test_a_change_stays_on_watch_when_the_run_is_interrupted_before_its_loss_is_read(pack, folder, ends, untouched):
     end: Any = (lambda: 1 / 0) if ends == "kill" else asking(folder, "stop")
     fit_and_end(acting({13: asking(folder, force=True, lr=1000), 16: end}), pack, folder)
     assert not [row for row in nb.History(folder / "history.csv").of("step") if row["step"] > 13]
     run = nb.fit(toy, pack, None, folder, **QUIET)
     assert "Training diverged after lr 0.01 → 1000, which was undone; back at step 13" in run.events
-    assert same(run, slow)
+    assert same(run, untouched)
 
 
 def test_an_lr_that_diverges_from_the_start_is_one_sentence_and_a_lower_one_goes_on(pack, folder, untouched):
@@ -138,12 +132,12 @@ def test_a_kept_run_resumes_that_an_undo_took_to_before_its_last_start(pack, fol
     assert same(nb.Run.open(kept, toy), run)
 
 
-def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, slow):
+def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, folder, tmp_path, untouched):
     """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
-    whole = nb.fit(acting({}, BEST="loss"), pack, SLOW, tmp_path / "untouched", **QUIET)
-    steps = slow.history.of("epoch")[0]["step"]
+    whole = nb.fit(acting({}, BEST="loss"), pack, PLAN, tmp_path / "untouched", **QUIET)
+    steps = untouched.history.of("epoch")[0]["step"]
     task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
-    run = nb.fit(task, pack, SLOW, folder, **QUIET)
+    run = nb.fit(task, pack, PLAN, folder, **QUIET)
     assert f"undone; back at step {steps - 1}" in " ".join(run.events)
     assert run.best["epoch"] == whole.best["epoch"]
     assert same(run, whole)
