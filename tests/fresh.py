@@ -17,7 +17,7 @@ from typing import Any
 
 from nbformat import NotebookNode
 
-from notebooks import build, execute
+from notebooks import build
 from tests.kernels import python
 
 COLAB = Path(__file__).parent / "colab"
@@ -38,7 +38,7 @@ class Machine:
 
     folder: Path
     python: Path
-    drive: Path | None
+    drive: Path
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,8 +46,9 @@ class Machine:
         inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NBTOOLS_DRIVE", "COLAB_DRIVE")}
         return inherited | {
             "COLAB_RELEASE_TAG": "release-colab_stand-in",
-            **({"COLAB_DRIVE": str(self.drive)} if self.drive else {}),
+            "COLAB_DRIVE": str(self.drive),
             "NBTOOLS_CACHE": str(self.folder / "cache"),
+            "IPYTHONDIR": str(self.folder / "ipython"),
             "OMP_NUM_THREADS": "1",
             "PATH": f"{COLAB / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(COLAB),
@@ -57,9 +58,6 @@ class Machine:
             "PIP_CONFIG_FILE": os.devnull,
         }
 
-    def run(self, notebook: NotebookNode) -> NotebookNode:
-        return execute.run(notebook, self.folder, self.environment, self.python)
-
     def installed(self) -> dict[str, str]:
         """Package → version; what the virtual environment has hides the same package of the stack."""
         places = (self.folder / "packages", *(self.folder / "venv").glob("lib/python*/site-packages"))
@@ -67,7 +65,7 @@ class Machine:
         return {package: version for package, _, version in found}
 
 
-def machine(folder: Path, drive: Path | None, stack: str = "colab") -> Machine:
+def machine(folder: Path, drive: Path, stack: str = "colab") -> Machine:
     """A new machine in a new folder. Its packages are links to those of a stack: torch lies on the disk once."""
     packages = folder / "packages"
     packages.mkdir(parents=True)

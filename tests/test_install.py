@@ -11,29 +11,24 @@ from tests import fresh
 from tests.kernels import STACKS, python, started
 
 ZIP = "nbtools-main.zip"
+SMOKE = "import sys\n!{sys.executable} -m nbtools train captcha --smoke-test"
 full = pytest.mark.full
 
 
-def run_all(name: str, folder: Path, drive: Path, stack: str, source: str) -> tuple[str, dict[str, str]]:
-    """(what a notebook said, packages that it installed) on a new machine. Fails where pip replaced one."""
-    machine = fresh.machine(folder, drive, stack)
-    before = machine.installed()
-    ran = machine.run(fresh.with_settings(execute.tiny(name), SOURCE=source))
-    assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
-    after = machine.installed()
-    assert before.items() <= after.items(), "a package of the machine's own was replaced"
-    return fresh.text(ran), {package: after[package] for package in after.keys() - before.keys()}
-
-
 def chain(names: list[str], top: Path, stack: str) -> list[str]:
-    """What notebooks say one after the other, each on a new machine: only Drive is common."""
+    """What notebooks say one after the other, each on a new machine: only Drive is common. pip brings nbtools alone."""
     fresh.repository_zip(top / "drive" / ZIP)
     said = []
     for number, name in enumerate(names):
-        found, brought = run_all(name, top / str(number), top / "drive", stack, f"drive:{ZIP}")
-        assert set(brought) == {"nbtools"}
-        assert "Mounted at /content/drive" in found
-        said.append(found)
+        machine = fresh.machine(top / str(number), top / "drive", stack)
+        made, before = fresh.with_settings(execute.tiny(name), SOURCE=f"drive:{ZIP}"), machine.installed()
+        ran = execute.run(made, machine.folder, machine.environment, machine.python)
+        assert all(cell.execution_count for cell in ran.cells if cell.cell_type == "code" and cell.source)
+        after = machine.installed()
+        assert before.items() <= after.items(), "a package of the machine's own was replaced"
+        assert after.keys() - before.keys() == {"nbtools"}
+        said.append(fresh.text(ran))
+        assert "Mounted at /content/drive" in said[-1]
     return said
 
 
@@ -74,7 +69,7 @@ def test_where_installing_fails_pip_says_why_and_run_all_stops(stack, tmp_path):
 
 @full
 @pytest.mark.timeout(900)
-def test_a_wheel_and_a_zip_install_also_from_a_folder_with_a_blank_in_its_name(tmp_path):
+def test_a_wheel_and_a_zip_install_also_from_a_folder_with_a_blank_in_its_name_and_the_terminal_trains(tmp_path):
     copies = tmp_path / "drive" / "my copies"
     archive = fresh.repository_zip(copies / ZIP)
     wheel = Path(shutil.copy(fresh.wheel(tmp_path / "build"), copies))
@@ -83,3 +78,4 @@ def test_a_wheel_and_a_zip_install_also_from_a_folder_with_a_blank_in_its_name(t
         with started("colab", machine.folder, machine.python, machine.environment) as kernel:
             kernel.run(install_cell(source))
             assert f"{machine.folder}/venv/" in kernel.run("print(nbtools.__file__)")
+            assert "It works: an epoch" in kernel.run(SMOKE)
