@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,6 @@ def interrupted(act: Callable[[], Any]) -> nb.Run:
     with pytest.raises(KeyboardInterrupt) as caught:
         act()
     return caught.value.args[0]
-
-
-def first_is_best(batches: int = 3) -> dict[str, Any]:
-    """Metrics of which the first evaluation, of so many batches, is 0.5 and every other one less."""
-    calls = count()
-    return {"metrics": lambda outputs, batch: {"accuracy": (1, 2 if next(calls) < batches else 4)}}
 
 
 def losses(run: nb.Run) -> list[tuple[int, float]]:
