@@ -18,10 +18,6 @@ from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playw
 
 from nbtools.train import checkpoint
 
-FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-]
 WINDOW = ViewportSize(width=1200, height=1700)  # a whole run's cell at 100 % zoom, without scrolling
 ACTED = """
 window.acted = [];
@@ -33,7 +29,7 @@ for (const kind of ['click', 'change', 'keydown'])
 
 @contextmanager
 def chromium(path: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path, args=FLAGS) as browser:
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=path) as browser:
         yield browser
 
 
@@ -114,15 +110,7 @@ class Notebook:
         )
 
     def point(self, chart: int) -> None:
-        middle = self.output(self.at).evaluate(
-            """(output, chart) => {
-                output.querySelectorAll('.nbt-plot')[chart].scrollIntoView({block: 'center'});
-                const place = output.querySelectorAll('.nbt-plot')[chart].getBoundingClientRect();
-                return [place.x + place.width / 2, place.y + place.height / 2];
-            }""",
-            chart,
-        )
-        self.page.mouse.move(*middle)
+        self.output(self.at).locator(".nbt-plot").nth(chart).hover()
 
     def pointed(self) -> list[str]:
         return self.output(self.at).evaluate(
@@ -148,9 +136,9 @@ class Notebook:
         field = self.row(setting).locator("select")
         return self.acting(lambda: field.select_option(option))
 
-    def slide(self, setting: str, key: str, times: int = 1) -> float:
+    def slide(self, setting: str, key: str) -> float:
         self.row(setting).locator(".noUi-handle, .ui-slider-handle").focus()
-        return self.acting(lambda: [self.page.keyboard.press(key) for _ in range(times)])
+        return self.acting(lambda: self.page.keyboard.press(key))
 
     def shows(self, picture: Locator) -> bool:
         """Whether an <img> is there, loaded and not collapsed."""

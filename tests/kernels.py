@@ -129,18 +129,15 @@ def python(stack: str) -> Path:
 
 @contextmanager
 def started(
-    stack: str, folder: Path, interpreter: Path | None = None, environment: dict[str, str] | None = None
+    stack: str, folder: Path, interpreter: Path | None = None, env: dict[str, str] | None = None
 ) -> Iterator[Client]:
     """A kernel of a stack, or of another interpreter, until the block ends; its complaints are in folder/stderr."""
     manager = KernelManager(connection_file=str(folder / "connection.json"), shutdown_wait_time=1)
     launch = [str(interpreter or python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]
     launch += ["-f", "{connection_file}"]
     manager._kernel_spec = KernelSpec(argv=launch, display_name=stack, language="python")
-    paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"  # this checkout, whichever is installed
-    environment = environment or {**os.environ, "PYTHONPATH": paths}
-    environment = environment | {"IPYTHONDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with (folder / "stderr").open("w") as stderr:
-        manager.start_kernel(cwd=str(folder), env=environment, stderr=stderr)
+        manager.start_kernel(cwd=str(folder), env=env or environment(folder), stderr=stderr)
     client = manager.blocking_client()
     client.start_channels()
     try:
@@ -212,9 +209,8 @@ def serving(stack: Stack, folder: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [word.format(port=port, folder=work) for word in stack.command.split()]
-    root = ["--allow-root"] if hasattr(os, "getuid") and os.getuid() == 0 else []
     with (folder / "server.log").open("w") as log:
-        command = [str(python(stack.kernel)), *words, "--no-browser", *root]
+        command = [str(python(stack.kernel)), *words, "--no-browser", "--allow-root"]
         process = subprocess.Popen(command, env=environment(folder), cwd=work, stdout=log, stderr=log)
     address = f"http://127.0.0.1:{port}"
     try:
