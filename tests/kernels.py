@@ -22,11 +22,8 @@ from jupyter_client.manager import KernelManager
 ROOT = Path(__file__).parent.parent
 NAMED = re.fullmatch(r"\.venv-(own-)?(.+)", Path(sys.prefix).name)
 MINE = NAMED[2] if NAMED else "newest"
-STACKS = (
-    {MINE: Path(sys.prefix)}
-    if NAMED
-    else {"colab": ROOT / ".venv-colab", "ipykernel-7.3": ROOT / ".venv-ipykernel-7.3", MINE: Path(sys.prefix)}
-)
+STACKS = {} if NAMED else {name: ROOT / f".venv-{name}" for name in ("colab", "ipykernel-7.3")}
+STACKS[MINE] = Path(sys.prefix)
 """Virtual environments by the name of their list in tests/stacks; the last, MINE, runs the tests. Where that is not
 .venv, there are no others: those over .venv have its Python and packages."""
 IPYKERNEL_6 = ("colab", "oldest")
@@ -128,9 +125,7 @@ def python(stack: str) -> Path:
 
 
 @contextmanager
-def started(
-    stack: str, folder: Path, interpreter: Path | None = None, env: dict[str, str] | None = None
-) -> Iterator[Client]:
+def started(stack: str, folder: Path, interpreter: Path | None = None, env: dict | None = None) -> Iterator[Client]:
     """A kernel of a stack, or of another interpreter, until the block ends; its complaints are in folder/stderr."""
     manager = KernelManager(connection_file=str(folder / "connection.json"), shutdown_wait_time=1)
     launch = [str(interpreter or python(stack)), "-Xfrozen_modules=off", "-m", "ipykernel_launcher"]

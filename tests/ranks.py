@@ -19,12 +19,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.nn.parallel", "hypothesis", "pytest", "nbtools", "toy"])
 
 
-def together(
-    world: int, act: Callable[..., Any], *args: Any, timeout: float = 60.0, lost: int | None = None, **env: str
-) -> list[Any]:
+def together(world: int, act: Callable[..., Any], *args: Any, lost: int | None = None, **env: str) -> list[Any]:
     """What `act(*args)` returns in each of `world` processes that find what torchrun would have set; act: a function of
     a module. lost: a rank that is not waited for. Raises AssertionError with the traceback of one that fails, or where
-    none ends for so many seconds; none of them is left behind."""
+    none ends for a minute; none of them is left behind."""
     with chdir(Path(__file__).parents[1]):  # elsewhere a folder called nbtools, such as the cache, may be imported
         forkserver.ensure_running()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the port is the system's choice
@@ -36,7 +34,7 @@ def together(
         for process in processes:
             process.start()
         ends = [pipes[rank][0] for rank in range(world) if rank != lost]
-        assert all(end.poll(timeout) for end in ends), f"no answer in {timeout:g} s"
+        assert all(end.poll(60.0) for end in ends), "no answer in a minute"
         found = [end.recv() for end in ends]
     finally:
         for process in processes:
