@@ -1,5 +1,7 @@
-"""Twelve jobs of somebody who has read README and docs/your-own.md, each in a few lines of theirs."""
+"""Twelve jobs of somebody who has read README and docs/your-own.md: each in at most 15 lines of theirs."""
 
+import inspect
+import sys
 from functools import partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -245,3 +247,12 @@ def test_12_stop_resume_extend_fine_tune_and_log():
     assert (run.state, len(run.summary()), "val_accuracy" in seen[-1]) == ("done", 7, True)
     fine = nb.fit(nb.classify(run.model(), pretrained=True), nb.pack(vectors(90)), plan(lr=1e-4), run="runs/fine")
     torch.testing.assert_close(fine.model("cpu")[0].weight, run.model("cpu")[0].weight, atol=0.01, rtol=0)
+
+
+def test_a_job_has_at_most_15_lines_besides_its_checks():
+    jobs = [each for name, each in vars(sys.modules[__name__]).items() if name[5:6].isdigit()]
+    assert len(jobs) == 12
+    for job in jobs:
+        lines = [line for line in inspect.getsource(job).splitlines()[1:] if line.strip()]
+        theirs = [line for line in lines if not line.lstrip().startswith(("assert", "with pytest"))]
+        assert len(theirs) <= 15, job.__name__
