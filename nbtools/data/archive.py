@@ -11,10 +11,8 @@ import gzip
 import lzma
 import re
 import stat
-import struct
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,9 +24,8 @@ from nbtools.errors import ArchiveError, DiskError
 
 OPENERS: dict[bytes, Callable] = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}  # by the first bytes
 ZIP = b"PK\3\4", b"PK\5\6"
-METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of bzip2 and lzma, a read of zipfile has no bound
 RATIO, FLOOR = 200, 100_000_000  # bytes unpacked: at most this many times the archive (deflate can 1,032), or the floor
-LITTER = re.compile(r"(^|/)(__MACOSX|\.DS_Store|\._[^/]*)(/|$)")  # of macOS
+LITTER = re.compile(r"(^|/)(__MACOSX|@eaDir|\.DS_Store|\._[^/]*)(/|$)")  # of macOS and Synology
 PAGES = [("utf-8", "utf-8"), ("gbk", "gb2312"), ("cp932", "cp932"), ("gbk", "gbk")]  # encoding, its common part
 OF_NAMES = errno.EINVAL, errno.ENAMETOOLONG, errno.EILSEQ
 ODD = re.compile(r"^/|\\|\0|^[A-Za-z]:|(^|/)\.\.(/|$)")  # could lead outside a folder
@@ -44,8 +41,7 @@ class Entry(NamedTuple):
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[tuple[IO[bytes], Iterator[Entry]]]:
-    """Yield the file of an archive, and the entries of the tar or zip in it, by the first bytes, whatever its name
-    says. Raises ArchiveError for another file."""
+    """Yield an archive's file, and the entries of the tar or zip in it, by its first bytes. Raises ArchiveError."""
     with open(path, "rb") as raw:
         head = raw.read(tarfile.BLOCKSIZE)
         raw.seek(0)
@@ -143,23 +139,14 @@ def in_zip(file: IO[bytes]) -> Iterator[Entry]:
     for info in archive.infolist():
         if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise ArchiveError(f"entry {info.filename!r} is a link or a device, which are not read")
-        if info.compress_type not in METHODS or (info.CRC and not info.file_size):
-            fix = "Make the zip again with the usual settings"
+        if info.flag_bits & 1:
+            raise ArchiveError(f"entry {info.filename!r} is encrypted. Unpack the zip with its password first")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or (info.CRC and not info.file_size):
+            fix = "Make the zip again with the usual settings"  # of bzip2 and lzma, a read of zipfile has no bound
             raise ArchiveError(f"entry {info.filename!r} is damaged, or neither stored nor deflated. {fix}")
-        yield Entry(marked_name(info), info.file_size, partial(archive.open, info))
-
-
-def marked_name(info: zipfile.ZipInfo) -> str | bytes:
-    """Return a name as the zip marks it: by Info-ZIP's extra field, or as UTF-8; its bytes where nothing does."""
-    if info.flag_bits & 0x800:
-        return info.orig_filename
-    raw, extra = info.orig_filename.encode("cp437"), info.extra  # zipfile has decoded it so
-    while len(extra) >= 4:
-        field, size = struct.unpack("<HH", extra[:4])
-        if field == 0x7075 and extra[4:9] == struct.pack("<BI", 1, zlib.crc32(raw)):
-            return extra[9 : 4 + size].decode()
-        extra = extra[4 + size :]
-    return raw
+        name = info.orig_filename  # not marked as UTF-8, its bytes, which zipfile has decoded so
+        name = name if info.flag_bits & 0x800 else name.encode("cp437")
+        yield Entry(name, info.file_size, partial(archive.open, info))
 
 
 def decode_names(text: str, names: list[str | bytes]) -> list[str]:

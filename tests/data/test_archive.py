@@ -2,11 +2,9 @@
 
 import gzip
 import os
-import struct
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from nbtools.data import archive
 pytestmark = pytest.mark.usefixtures("one_cache")
 FILES = {"data/labels.csv": b"file,label\n", "data/images/a.png": bytes(range(256)) * 20, "data/empty": b""}
 ALIKE = dict.fromkeys(("aBcD.png", "AbCd.png", "A/x", "a/x", "caf\u00e9", "cafe\u0301"), b"1")
-LITTER = dict.fromkeys(("data/._b.png", "__MACOSX/a/b.png", "a/.DS_Store", ".DS_Store"), b"2")
+LITTER = dict.fromkeys(("data/._b.png", "__MACOSX/a/b.png", "a/@eaDir/b.png/S.jpg", ".DS_Store"), b"2")
 WHOLE = {form: archived(FILES, form) for form in FORMS}
 
 
@@ -40,7 +38,7 @@ def assert_refused(data: bytes, match: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_format_comes_out_as_it_went_in_also_names_that_differ_by_case_alone_but_litter_of_macos(tmp_path, form):
+def test_every_format_comes_out_as_it_went_in_also_names_that_differ_by_case_alone_but_no_litter(tmp_path, form):
     assert extracted(tmp_path, archived(FILES | ALIKE | LITTER, form)) == FILES | ALIKE
 
 
@@ -56,9 +54,9 @@ ENCODED = {
 class Raw(zipfile.ZipInfo):
     """An entry whose name is these bytes, without a mark of their encoding."""
 
-    def __init__(self, name: bytes, extra: bytes = b"") -> None:
+    def __init__(self, name: bytes) -> None:
         super().__init__(name.hex())
-        self.raw, self.extra = name, extra
+        self.raw = name
 
     def _encodeFilenameFlags(self) -> tuple[bytes, int]:
         return self.raw, 0
@@ -79,15 +77,6 @@ def test_unmarked_names_are_read_in_the_encoding_of_their_bytes_and_that_is_said
         assert said == (encoding != "utf-8")
 
 
-def test_the_unicode_name_of_info_zip_comes_first_where_it_belongs_to_the_name(tmp_path, capsys):
-    raw, text = "cafÚ.png".encode("cp850"), "café.png".encode()
-    fields = [struct.pack("<BI", 1, zlib.crc32(of)) + text for of in (raw, b"another")]
-    first, second = (struct.pack("<HHB", 0x5455, 1, 0) + struct.pack("<HH", 0x7075, len(f)) + f for f in fields)
-    assert extracted(tmp_path / "1", zip_bytes((Raw(raw, first), b"x"))) == {"café.png": b"x"}
-    assert capsys.readouterr().err == ""
-    assert extracted(tmp_path / "2", zip_bytes((Raw(raw, second), b"x"))) == {"cafΘ.png": b"x"}
-
-
 def test_backslashes_of_windows_are_separators_where_no_name_has_a_slash(tmp_path):
     names = ["set\\cat\\", "set\\cat\\1.png", "list.txt"]
     assert set(extracted(tmp_path, unmarked(names, "ascii"))) == {"set/cat/1.png", "list.txt"}
@@ -105,10 +94,9 @@ ZIP_LINK = zipfile.ZipInfo("x")
 ZIP_LINK.external_attr = 0o120777 << 16
 LINK, STORED = special("x", tarfile.SYMTYPE, "../.."), zip_bytes(("abcd", b"content"), method=0)
 LONG = zip_bytes(("a", bytes(1000)))
-LENGTH = struct.pack("<I", 1000)
+LENGTH = (1000).to_bytes(4, "little")
 TARS = {
     "link then a file through it": [LINK, ("x/evil", b"")],
-    "dangling link and hard link to it": [LINK, special("y", tarfile.LNKTYPE, "x"), ("y", b"evil")],
     "hard link": [special("x", tarfile.LNKTYPE, "../../evil")],
     **{f"type {kind!r}": [special("x", kind)] for kind in (tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE)},
     **{f"name {name}": [(name, b"")] for name in ("../evil", "a/b/../../../evil", "/tmp/evil", "..\\evil", "C:evil")},
@@ -121,7 +109,7 @@ HOSTILE = {name: tar_bytes([special("some-dir", tarfile.DIRTYPE), *members]) for
     "zip drive letter": STORED.replace(b"abcd", b"C:/x"),
     "zip NUL": STORED.replace(b"abcd", b"a\0cd"),
     "zip link": zip_bytes((ZIP_LINK, b"/etc/passwd")),
-    **{f"zip that announces {size}": LONG.replace(LENGTH, struct.pack("<I", size)) for size in (10, 0, 90_000)},
+    **{f"zip that announces {size}": LONG.replace(LENGTH, size.to_bytes(4, "little")) for size in (10, 0, 90_000)},
     "zip checksum": STORED.replace(b"content", b"CONTENT"),
     "zip of a method that nothing bounds": zip_bytes(("a", bytes(1000)), method=zipfile.ZIP_BZIP2),
 }
@@ -132,11 +120,12 @@ def test_a_hostile_archive_is_refused_by_its_entry_and_nothing_lands_outside(dat
     assert_refused(data, r"some\.archive: entry '")
 
 
-def test_a_huge_header_an_empty_archive_and_a_wrong_checksum_behind_the_last_file_are_refused():
+def test_a_huge_header_an_empty_or_encrypted_archive_and_a_wrong_checksum_behind_the_last_file_are_refused():
     header = special("x", tarfile.XHDTYPE)
     header.size = 1 << 40
     for data in (header.tobuf(tarfile.GNU_FORMAT) + bytes(1024), zip_bytes(), gzip.compress(b"")):
         assert_refused(data)
+    assert_refused(STORED.replace(b"\x14\3\x14\0\0", b"\x14\3\x14\0\1"), "'abcd' is encrypted. Unpack the zip with")
     for form, place in (("tar.gz", -8), ("tar.xz", -30)):
         data = bytearray(WHOLE[form])
         data[place] ^= 0x10
