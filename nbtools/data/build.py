@@ -90,8 +90,7 @@ def build_pack(
     refuses a file by PackError(value, rule, fix); what decoders raise on damage counts as that too. reader: where that
     takes the rest of the source, `reader(folder)` returns what to call in place of `read`. val, test: shares of the
     samples without a split of their own, or whole numbers for exactly that many; test=1.0 makes all of them test.
-    into: a folder for the pack alone; by default one under the cache. Raises PackError if nothing can be packed,
-    DiskError if it cannot be written.
+    into: a folder for the pack alone; by default one under the cache. Raises PackError, StageError or DiskError.
     """
     splits.require_shares(val, test)
     folder = stage(source, progress=progress)
@@ -164,8 +163,7 @@ def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
 
 @dataclass(eq=False)
 class RawFiles(Dataset):
-    """Read what a pack was made of at each access, as a DataLoader does: for comparison, and where nothing is stored.
-    Item i has the values of the pack's sample i."""
+    """Read what a pack was made of at each access, as a DataLoader does: item i has the values of sample i."""
 
     pack: Pack
     source: Path
@@ -241,8 +239,7 @@ def require_alike(name: str, own: dict[str, Column], first: dict[str, Column] | 
 
 def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]:
     """Write the arrays of all blocks, one after another, as .npy files; return `kept`: the entries that became samples,
-    `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError unless all blocks have the same
-    columns, under names that neither the pack nor a batch needs."""
+    `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike or reserved ones."""
     every = [json.loads(str(np.load(path)["facts"])) for path in blocks]
     joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
     filled, columns = [(path, facts) for path, facts in zip(blocks, every, strict=True) if facts["kept"]], None
@@ -306,13 +303,17 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
 
 
 def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, draw: Draw) -> tuple[list[str], ...]:
-    """Return the split of every sample, and what is to be said of the splits. A sample's place follows from its group
-    or name, exact: from what it holds, but for its class."""
+    """Return the split of each sample, by its group or name, exact: by its arrays without the class; and remarks."""
     places = []
     for i, entry in enumerate(entries):
         arrays = pack.sample(i) if survey.exact and not survey.elsewhere else {}
         held = b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named}))
         places.append(splits.position(entry.group or held or entry.name, draw[2]))
+    if survey.exact and 2 * len({*places}) < len(places):  # of a few kinds of rows no split should lack one
+        seen = Counter[Any]()
+        for i, kind in enumerate(zip(places, labels or places, strict=True)):
+            places[i] = splits.position(f"{kind} {seen[kind]}", draw[2]) if seen[kind] else places[i]
+            seen[kind] += 1
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
     split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
     lines, kept = [], Counter(given)

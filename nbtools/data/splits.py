@@ -14,7 +14,6 @@ from nbtools.errors import PackError
 from nbtools.show import plural
 
 SPLITS = ("train", "val", "test")
-MOST = 0.7  # classes a sample: with more, the target is hardly a class
 Texts = Sequence[str | None]
 Places = Sequence[float]
 USES = {"train": "can be learned", "val": "chooses the best checkpoint or stops early", "test": "tests it at the end"}
@@ -40,11 +39,12 @@ def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Pla
     own = {*given} - {None}
     divided, test = "train" if "train" in own and "val" not in own else None, 0 if own else test
     units = units_of((i for i, split in enumerate(given) if split == divided), places, groups, labels)
+    total = sum(map(len, units))
+    units.sort(key=lambda unit: 2 * len(unit) > total)  # one that holds more than half comes last: it trains
     splits, exact = ["train"] * len(units), exact or is_count(val) or is_count(test)
     for k, x in enumerate(places[unit[0]] for unit in units[:-1]):
         if not exact and x < test + val:
             splits[k] = "test" if x < test else "val"
-    total = sum(map(len, units))
     for split, share in (("test", test), ("val", val)):
         wanted = share if is_count(share) else max(1, exact * round(share * total)) if share else 0
         missing = wanted - sum(len(unit) for unit, one in zip(units, splits, strict=True) if one == split)
@@ -58,8 +58,7 @@ def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Pla
 
 
 def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = None) -> list[list[int]]:
-    """Return the samples that stay together, in the order of their places; with labels so that any first part has the
-    same share of each class, in each class as before."""
+    """Return the samples that stay together, by place; with labels any first part has each class in its share."""
     together: dict[int | str, list[int]] = {}
     for i in ids:
         together.setdefault(groups[i] or i, []).append(i)
@@ -76,7 +75,7 @@ def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable
     """Return warnings for whoever trains on these samples. labels: their classes; drawn: splits that must have some."""
     lines = [f"the {split} split is empty, so nothing {USES[split]}" for split in drawn if split not in splits]
     classes = {*(labels or ())}
-    if len(classes) > max(MOST * len(splits), 10):
+    if len(classes) > max(0.7 * len(splits), 10):
         return [*lines, f"{len(classes):,} classes for {len(splits):,} samples: is the target a class at all?"]
     if len(classes) == 1:
         lines.append(f"all samples are of one class ({min(classes)}): there is nothing to tell apart")

@@ -94,6 +94,9 @@ def test_a_table_in_another_order_has_its_rows_in_the_same_splits(place):
     less = drawn(place, exact=True, order=[i for i in range(200) if i != 77])
     assert len(rows(less, "test") - rows(first, "test")) <= 1, "a dropped row moves no more than the border"
     assert rows(drawn(place, 200, exact=True, seed=1), "test") != rows(first, "test")
+    few = [drawn(place, order=order, exact=True) for order in ([*range(6)] * 50, [5, 4, 3, 2, 1, 0] * 50)]
+    kinds, other = ([Counter(made.sample(i)["x"][0] for i in made.ids(split)) for split in SPLITS] for made in few)
+    assert (kinds, {*map(len, kinds)}) == (other, {6}), "rows of a few kinds are divided as others are"
 
 
 def test_each_class_is_divided_by_the_shares(place):
@@ -110,7 +113,9 @@ def test_each_class_is_divided_by_the_shares(place):
 
 def test_a_group_stays_in_one_split_and_in_one_fold(place):
     surveys: Any = ({}, {"exact": True}, {"classes": "ab", "exact": True})
-    for survey in surveys:
+    for seed, survey in enumerate(surveys * 3):
+        giant = drawn(place, 60, groups=["A"] * 50 + ["B"] * 5 + ["C"] * 5, seed=seed, **survey)
+        assert giant.splits["train"] >= 50, "the group that holds more than half trains"
         made = drawn(place, 120, val=0.2, test=0.2, groups=[f"patient {i // 6}" for i in range(120)], **survey)
         assert min(made.splits.values()) >= 12
         for pack in (made, *made.folds(3)):
