@@ -92,8 +92,7 @@ class Keys:
 
 
 class Draws:
-    """The random numbers of one batch; every call takes the next ones. ids (B,) int64 on the device of the batch;
-    keys: where those of all samples are looked up; None: hash them."""
+    """The random numbers of a batch; each call takes the next ones. ids (B,) int64, on its device; keys: of all ids."""
 
     def __init__(self, seed: int, epoch: int, ids: Tensor, keys: Keys | None = None):
         self.seed, self.epoch, self.ids, self.all, self.count = seed, epoch, ids, keys, 0

@@ -248,8 +248,7 @@ class Workers(Feed):
 
 
 def start_method(data: Any) -> str:
-    """Return how workers beside CUDA start: not as a fork, which may deadlock, unless a new process could not import
-    the data, as they are of a notebook's cell, or have a lambda."""
+    """Return how workers beside CUDA start: by fork, which may deadlock, only where no other way has the data."""
     with suppress(Exception):  # pickle raises whatever its objects do
         return "fork" if b"__main__" in pickle.dumps(data) else "forkserver"
     return "fork"

@@ -60,8 +60,7 @@ def local(text: str) -> Path:
 
 
 def drive_path(path: str | Path) -> Path:
-    """Return the local path of `drive:path/in/My Drive`, or of another path, which must exist. Raises StageError, with
-    what is there under a similar name, and DiskError."""
+    """Return the local path of `drive:…` or another path. Raises StageError, with similar names, if there is none."""
     with disk.explained(f"looking at {path}", Path(path)):
         place = parent = local(str(path))
         if disk.exists(place):
@@ -75,8 +74,7 @@ def drive_path(path: str | Path) -> Path:
 
 
 def kept(place: str, instead: str = "demo data") -> Path | None:
-    """Return what a notebook kept at a `drive:` place; None, and a sentence with what is used instead, if nothing is
-    there yet or access to Drive was declined. Raises StageError or DiskError if Drive cannot be read."""
+    """Return what a notebook kept at a `drive:` place; None, and a sentence, if nothing is there or it was declined."""
     reason = f"Nothing is kept at {place} yet"
     try:
         with disk.explained(f"looking at {place}", Path(place)):
@@ -90,8 +88,7 @@ def kept(place: str, instead: str = "demo data") -> Path | None:
 
 
 def place_to_keep(where: str | Path) -> Path | None:
-    """Return the local path to write what should outlive this machine to; on Drive its folder is made. None, and a
-    sentence, if access to Drive was declined."""
+    """Return the local path, its folder made, for what should outlive this machine; None if Drive was declined."""
     try:
         with disk.explained(f"creating the folder of {where}", Path(where)):
             place = local(str(where))
@@ -106,14 +103,13 @@ def is_far(path: Path) -> bool:
     """Return whether a path, or what a link in a folder leads to, is on a slow mount, as Drive is, not in the cache."""
     roots = [MOUNT.resolve(), Path(os.environ.get("NBTOOLS_DRIVE") or MOUNT).resolve()]
     links = (item for item in path.glob("*") if item.is_symlink())
-    real = [place.resolve() for place in (path, *links)]
+    real = (place.resolve() for places in ([path], links) for place in places)
     far = (any(map(place.is_relative_to, roots)) or disk.is_slow(place) for place in real)
     return not path.is_relative_to(cache()) and any(far)
 
 
 def retry(act: Callable[[], T], place: Path, progress: Callable[[], object] = int) -> T:
-    """Return what `act` returns, tried again with longer pauses while a mount or a server does not answer. progress:
-    returns how far it came; what grows begins with short pauses."""
+    """Return the result of `act`, tried again while a mount or server is away. progress: returns how far it came."""
     tries, before = 0, progress()
     while True:
         try:
@@ -149,8 +145,7 @@ def mount() -> Path:
 
 
 def remount(path: Path) -> None:
-    """Mount Drive anew if a path, or `drive:…`, is on Colab's, and that does not answer: it does not come back by
-    itself. Only the main thread can, since Colab may ask the user."""
+    """Mount Colab's Drive anew if a path is on it, and it is away. Only the main thread can: Colab may ask the user."""
     named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
     if (named or path.is_relative_to(MOUNT)) and current_thread() is main_thread():
         try:
@@ -160,8 +155,7 @@ def remount(path: Path) -> None:
 
 
 def release_runtime() -> None:
-    """On Colab, flush what has not reached Drive yet, then give the machine back, disk and all. Raises StageError, and
-    keeps the machine, if Drive cannot be flushed."""
+    """On Colab, flush Drive, then give the machine back. Raises StageError, and keeps the machine, if that fails."""
     if "google.colab" not in sys.modules:  # Colab's kernel imports it at its start
         return
     from google.colab import drive, runtime  # pyright: ignore[reportMissingImports]
@@ -176,8 +170,7 @@ def release_runtime() -> None:
 
 @dataclass(frozen=True)
 class File:
-    """A file on a mount, or as a server announces it. version: of a mount when it changed, in ns, 0: unknown; page: the
-    text of a web page that came instead."""
+    """A file of a mount or server. version: on a mount when it changed, in ns, 0: unknown; page: text of a web page."""
 
     place: Path | str
     size: int | None
@@ -185,8 +178,7 @@ class File:
     page: str = ""
 
     def pieces(self, start: int) -> Iterator[bytes]:
-        """Yield the bytes from `start` on, also of a server that begins anew. Raises OSError where it stops responding;
-        StageError if the file has changed."""
+        """Yield the bytes from `start` on. Raises OSError where it stops responding, StageError if the file changed."""
         same = True
         if isinstance(self.place, Path):
             try:
@@ -282,8 +274,7 @@ def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
 
 @contextmanager
 def connect(url: str, start: int = 0) -> Iterator[http.client.HTTPResponse]:
-    """Yield a server's answer, from a byte on. Raises TimeoutError for trouble of the moment, which `retry` tries
-    again, StageError for a wrong address and without permission."""
+    """Yield a server's answer, from a byte on. Raises TimeoutError for what may pass, StageError for what does not."""
     headers = {"User-Agent": "Mozilla/5.0 nbtools"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         with OPENER.open(urllib.request.Request(url, headers=headers), timeout=TIMEOUT) as response:
@@ -329,9 +320,8 @@ def drive_address(link: str) -> str:
 
 
 def files_at(address: str) -> dict[str, File]:
-    """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address. Raises
-    StageError, as if a web page came instead. Of Drive's files past the page that says that one is too large for the
-    virus scan; a shortcut is followed to what it stands for, as `open?id=` is."""
+    """Return relative name → file behind a link to Drive, "" for a single file, or of the archive at an address: past
+    Drive's page about its virus scan, and what a shortcut or `open?id=` stands for. Raises StageError."""
     page, _, query = (link := drive_address(address)).rpartition("/")[2].partition("?")
     if link and page != "uc":
         return files_in_folder(link)

@@ -101,8 +101,7 @@ class Job:
     why: str
 
     def look(self) -> tuple[dict[str, fetch.File], str]:
-        """Return relative name → file, "" for the only one of an archive, and a text that changes whenever the content
-        does; it may take a connection."""
+        """Return relative name → file, "" for an archive, and a text that changes with the content; it may connect."""
         files = fetch.files_in(self.path) if self.path else fetch.files_at(self.text)
         return files, digest(repr([(name, file.size, file.version) for name, file in files.items()]))
 
@@ -175,8 +174,7 @@ def act(job: Job, progress: bool) -> Path:
 
 
 def cached(free: int | str | None = None) -> "pd.DataFrame":
-    """List the folders that `stage` and `pack` left in the cache, the least recently used first. The cache is
-    $NBTOOLS_CACHE, or nbtools in the temporary folder.
+    """List the folders of the cache, $NBTOOLS_CACHE or nbtools in the temporary folder, the least recently used first.
 
     free: bytes, or a text such as "20 GB": delete what was used least recently until that much is free. All of it can
     be staged or packed again. Raises StageError for an invalid size, DiskError if something cannot be deleted.

@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
@@ -287,17 +286,6 @@ def test_a_kept_pack_is_a_tar_that_opens_without_decoding_and_is_made_anew_where
             pack(f"{where}.tar")
         made.keep(where)
         assert kept.read_bytes() == data
-
-
-def test_in_a_notebook_a_bar_is_a_line_of_the_cell_with_its_speed_and_the_time_left(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "in_notebook", lambda: True)
-    with progress.bar(total=10**7, desc="copy", unit="B", unit_scale=True) as copied:
-        for _ in range(3):
-            time.sleep(0.3)
-            copied.update(2_500_000)
-    text, red = capsys.readouterr()
-    assert re.search(r"copy:  50%.*5\.00M/10\.0M \[00:00<00:0\d, *[\d.]+MB/s\]", text), text
-    assert (red, len(text) < 2000) == ("", True), "stderr would be red, and there are at most four updates a second"
 
 
 def staged(place: Path, *names: str) -> None:

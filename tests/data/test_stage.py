@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import http.server
 import io
-import itertools
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from archives import archived, put, tar_bytes, tree
 import nbtools as nb
 from nbtools import errors
 from nbtools.__main__ import main
-from nbtools.data import cache, drive_path, fetch, place_to_keep, release_runtime
+from nbtools.data import cache, drive_path, fetch, place_to_keep, progress, release_runtime
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -88,14 +87,16 @@ def test_an_archive_comes_out_once_at_its_only_folder(place, name):
     assert tree(stage(source)) == {"a": b"1", "b/c": b"2"}, "the source changed"
 
 
-def test_what_is_done_and_why_is_said_with_its_speed(place, capsys):
+@pytest.mark.parametrize("notebook", [False, True])
+def test_what_is_done_and_why_is_said_with_its_speed_in_a_notebook_not_in_red(place, monkeypatch, capsys, notebook):
+    monkeypatch.setattr(progress, "in_notebook", lambda: notebook)
     put(place / "drive" / "digits.tar", TAR)
     nb.stage("drive:digits.tar")
-    printed = capsys.readouterr().err
+    printed, silent = sorted(capsys.readouterr(), key=len, reverse=True)
     assert re.search(r"drive:digits\.tar: copied from a slow disk, to .*digits-\w{8}", printed)
     assert re.search(r"copy digits: 100%.*B/s", printed)
     nb.stage("drive:digits.tar")
-    assert capsys.readouterr().err == ""
+    assert (silent, capsys.readouterr()) == ("", ("", ""))
 
 
 def test_the_hash_that_is_given_must_match_also_on_the_second_call(place, capsys):
@@ -123,7 +124,7 @@ BIG = tar_bytes({"digits/a": bytes(range(256)) * 10_000})
 @contextlib.contextmanager
 def reads(patch, act):
     """Within, `act(n, read)` is in place of the n-th read of a file on Drive; `read(count)` gives at most so much."""
-    count = itertools.count()
+    count = iter(range(10**6))
 
     class Mounted(io.FileIO):
         def read(self, size=-1):
@@ -157,10 +158,7 @@ MOUNTS = {  # what happens at the n-th read of a file on Drive → what is said,
         lambda n, read, path: read() if n in ((0, 1, 2, 3, 10) if path.name == "a" else (0, 1, 8)) else away(),
         r"stopped responding: .*What arrived is kept: run it again",
     ),
-    "another file of its size takes its place": (
-        lambda n, read, path: (n == 1 and put(path, BIG), read())[1],
-        r"it changed while it was copied\. Run it again",
-    ),
+    "another in its place": (lambda n, read, path: (n == 1 and put(path, BIG), read())[1], "changed while .*copied"),
     "it is deleted": (lambda n, read, path: (n == 1 and path.unlink(), read())[1], "no longer there, 5 times in a row"),
 }
 
@@ -186,10 +184,8 @@ def test_what_a_mount_fails_to_give_is_tried_again_and_never_missing_or_a_mixtur
 
 REFUSED = {
     "missing": ("drive:digits.zip", None, r"drive:digits\.zip: there is no .* has digits\.tar"),
-    "outside of Drive": ("drive:../x", None, r"no `\.\.`"),
-    "truncated": ("half.tar", TAR[:9000], r"half\.tar: is damaged: .*Copy or download it again"),
+    "outside of Drive": ("drive:../x", None, r"without `\.\.`"),
     "no archive in it": ("labels.csv.gz", gzip.compress(b"file"), r"labels\.csv\.gz: not an archive: it begins with"),
-    "not an archive": ("notes.txt", b"hello world", "not an archive: it begins with b'hello world'"),
     "empty folder": ("raw", "folder", "raw holds no files"),
 }
 
@@ -300,8 +296,8 @@ FOLDER = (
     ("docs.google.com/document/d/1x/edit", "Notes"),
 )
 PAGES = (  # a path → status, page or where it moved to; the first that matches
-    (r"missing|id=with-key(?!.*resourcekey=0-k)", 404, ""),
-    (r"sign-in|id=private", 403, SIGN_IN),
+    (r"id=with-key(?!.*resourcekey=0-k)", 404, ""),
+    (r"sign-in", 403, SIGN_IN),
     (r"id=quota", 200, QUOTA),
     (r"busy", 429, ""),
     (r"/open\?id=shortcut", 302, "/file/d/with-key/view?resourcekey=0-k"),
@@ -397,11 +393,8 @@ FILELESS = {  # an address that gives no file → what is said
     "{web}/sign-in": "HTTP 403 Forbidden.*'Connexion'.* no permission .*Anyone with the link",
     "{web}/busy.tar": "cannot be downloaded: HTTP 429 Too Many Requests",
     "http://127.0.0.1:1/digits.tar": "cannot be downloaded: .*refused",
-    f"{DRIVE}/file/d/quota/view": "Sie können .*quota",
-    f"{DRIVE}/file/d/private/view": "HTTP 403 Forbidden.*no permission",
     f"{DRIVE}/file/d/with-key/view": "404 Not Found.*Share",
     f"{DRIVE}/file/d/viewer/view": "a web page .'digits.tar'. arrived",
-    f"{DRIVE}/drive/folders/missing": "404 Not Found.*Share",
     f"{DRIVE}/drive/folders/twice": "two files in this Drive folder have the name 'a_b.tar'",
     f"{DRIVE}/drive/folders/viewer": "lists no files in this folder.*Share",
     f"{DRIVE}/drive/my-drive": "no file or folder in this Drive link",
