@@ -1,7 +1,7 @@
 """nb.pack: your data becomes the columns of a Pack; and items to predict on are read the same way.
 
 Folders of images by class and tables are lists of items: dicts by column, with the paths of images in place of them.
-What a folder is follows from the images that it holds: hidden ones and those in __MACOSX do not count.
+What a folder is follows from the images that it holds: hidden ones and those in __MACOSX or @eaDir do not count.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nbtools.data.build import RawFiles, make_pack, open_pack
-from nbtools.data.fetch import drive_path, files_in
+from nbtools.data.fetch import drive_path, files_in, is_far
 from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, compose, is_image, is_missing, plain_values
 from nbtools.data.items import Items, Part, column_name, parts_of, target_of
 from nbtools.data.pack import Card, Sample, is_pack
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 TASK = "dataset"
 NO_CLASS = ("images", "imgs", "jpegimages")  # folders of data sets with masks, or lists of labels
+COUNT = r"(?i:id|index|\w*[_ ]id)|\w*[a-z]I[dD]"  # names of columns that count the rows
 SPLIT = r"(?<![a-z])(?:(train)(?:ing)?|e?(val)(?:id|idation|uation)?|dev|(test)(?:ing)?)(?:set|data|images?)?(?![a-z])"
 
 
@@ -57,6 +58,7 @@ def pack(
     text: Any = None,
     store: bool = True,
     into: str | Path | None = None,
+    like: Any = None,
     progress: bool = True,
 ) -> Any:
     """Return the pack of your own data: read once, and only opened on later calls.
@@ -73,7 +75,7 @@ def pack(
     pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, or of 64 items with store=False: then no copy is
     made, and each epoch reads the Dataset. into: a folder for the pack; by default in the cache, named by options and
-    data (of a lazy Dataset, 64 items).
+    data (of a lazy Dataset 64 items and its `targets`, `labels` or `samples`). like: as `run.pack` passes it.
     Items that cannot be used are listed in `pack.bad`. Raises PackError, DiskError or StageError.
     """
     if more or hasattr(target, "shape"):
@@ -83,7 +85,7 @@ def pack(
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "resize": resize}
     given |= {"classes": names_in(classes), "points": points, "text": text, "store": store}
     given |= {name: x if x is None else np.ravel(x).tolist() for name, x in (("mean", mean), ("std", std))}
-    options = SimpleNamespace(**given, size=size_of(size, resize), key=(target, inputs), columns=None)
+    options = SimpleNamespace(**given, like=like or {}, size=size_of(size, resize), key=(target, inputs), columns=None)
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         pack = open_pack(folder, TASK, test, **given, size=options.size)
         return pack.folds(folds, seed) if folds else pack
@@ -145,8 +147,12 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
         if is_table(data):
             named = options.image, options.target, column, *TARGETS
             frame = read_table(data := drive_path(data) if path else data, named)
+            if options.image and split is None:
+                refuse_splits(frame, (options.image, options.target, column))
             roles = roles or roles_of(frame, options, column, progress)  # the first is that of training
             folder = stage(root) if root is not None else data.parent if path else Path()
+            if progress and options.image and not parts and is_far(folder):
+                say(f"images in {folder} are read from Drive one by one; a zip, root='drive:….zip', is faster")
             rows = rows_of(frame, *roles, options, folder)
             files = [f": {file}" for file in frame[options.image]] if options.image else [""] * len(rows)
             parts.append((split, rows, [name.format("row", f"{i}{file}") for i, file in enumerate(files)]))
@@ -159,13 +165,15 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             options.key = (TARGET, None)
         else:
             data = list_items(data)
+            if isinstance(data, list) and all(isinstance(item, Mapping) and column in item for item in data):
+                values += [item[column] for item in data]
+                data = [{key: part for key, part in item.items() if key != column} for item in data]
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if column is not None else groups
 
 
 def list_items(data: Any) -> Any:
-    """Return the items of columns of equal length, (x, y) or by name, or other data as it is. Raises PackError, with
-    the way out, unless items can be asked for by number."""
+    """Return the rows of columns, (x, y) or by name; other data as it is. Raises PackError unless it has an item i."""
     fix, names = "pass list(dataset), or define __getitem__ and __len__", data if isinstance(data, Mapping) else None
     if isinstance(data, tuple | Mapping):
         columns: Any = data if names is None else [*names.values()]
@@ -192,9 +200,8 @@ def split_word(name: str) -> str | None:
 
 
 def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> list[Part]:
-    """Return the images by class of a folder of classes, or of its folders train, val and test; what is left out is
-    said. one: there may be one class. Raises PackError where images do not lie in class folders."""
-    files = [name for name in files_in(root) if not re.search(r"(^|/)(\.|__MACOSX/)", name)]
+    """Return the images of a folder of classes, or of its folders train, val and test. one: there may be one class."""
+    files = [name for name in files_in(root) if not re.search(r"(^|/)(\.|(__MACOSX|@eaDir)/)", name)]
     names = [name for name in files if name.lower().endswith(IMAGES)]
     place = descend(names, "")
     folders = inside(names, place)
@@ -238,14 +245,15 @@ def descend(names: list[str], place: str) -> str:
 
 
 def is_table(data: Any) -> bool:
-    """Return whether data are a DataFrame, or the path of a CSV file."""
+    """Return whether data are a DataFrame, a table of Polars or PyArrow, or the path of a CSV file."""
+    other = hasattr(data, "to_pandas") and not hasattr(data, "features")  # which Datasets of Hugging Face have
     path = isinstance(data, str | Path) and str(data).lower().endswith((".csv", ".tsv")) and "://" not in str(data)
-    return path or hasattr(data, "select_dtypes")
+    return path or hasattr(data, "select_dtypes") or (other and not hasattr(data, "ndim"))
 
 
 def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
     """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line. named:
-    columns of classes, groups and files, in which 01 is not 1, and a gap turns no whole number into a float."""
+    columns of classes, groups and files, in which 01 is not 1, and no whole number becomes a float or loses digits."""
     import pandas as pd
 
     if isinstance(data, Path):
@@ -262,11 +270,12 @@ def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
             fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…)"
             raise PackError(f"{data} must be a table in UTF-8 with a header line, got {error}; {fix}") from None
         for name, cells in texts.items():
-            if cells.str.fullmatch(r"-?0\d+ *").any():
+            if cells.str.fullmatch(r"-?(0\d+|\d{16,}) *").any():
                 frame[name] = cells
             elif cells.str.fullmatch(r"-?\d+ *").all():
                 frame[name] = frame[name].astype("Int64")
         data = frame.rename(columns=str.strip)
+    data = data.to_pandas() if hasattr(data, "to_pandas") else data
     if data.columns.nlevels > 1 or not data.columns.map(str).is_unique:
         raise PackError(f"a table's columns must have names of their own, got {', '.join(map(str, data))}; rename some")
     return data.rename(columns=str)
@@ -274,18 +283,29 @@ def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
 
 def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) -> tuple[list[str], list[str]]:
     """Return the columns of the target, and of inputs: by default the image, without one all others, but for pandas'
-    unnamed ones, as is said. Raises PackError where there is no single reading."""
+    unnamed ones and row numbers, as is said. Raises PackError where there is no single reading."""
     target = target_of(dict(frame), *options.key)
     goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
     own = [] if options.image is None else [options.image]
-    unnamed = [name for name in frame if name.startswith("Unnamed: ")]  # an index, or what is behind a last comma
-    rest = own or [name for name in frame if name not in (*goals, besides, *unnamed)]
-    if progress and unnamed and rest != own and options.inputs is None:
-        say(f"unnamed columns are left out: {', '.join(unnamed)}; inputs=[…] includes them")
+    idle = [name for name in frame if name.startswith("Unnamed: ")]  # an index, or what is behind a last comma
+    whole = [name for name in frame.select_dtypes("integer") if name not in (*goals, besides)]
+    idle += [name for name in whole if re.fullmatch(COUNT, name) and frame[name].is_unique]
+    rest = own or [name for name in frame if name not in (*goals, besides, *idle)]
+    if progress and idle and rest != own and options.inputs is None:
+        say(f"unnamed columns and row numbers are left out: {', '.join(idle)}; inputs=[…] includes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     if not inputs or {*inputs} & {*goals}:
         raise PackError(f"inputs and target must be separate columns, got {inputs} and {goals}; choose with inputs=[…]")
     return goals, inputs
+
+
+def refuse_splits(frame: "pd.DataFrame", used: Sequence[Any]) -> None:
+    """Raise PackError where another column of a list of images tells their splits."""
+    for name in frame.select_dtypes(exclude="number").columns.difference([*map(str, used)]):
+        words = {word: split_word(word) for word in frame[name].map(str).unique()}
+        if None not in words.values() and len({*words.values()}) > 1 and len(words) < 6:
+            parts = ", ".join(f"{split}=df[df[{name!r}] == {word!r}]" for word, split in words.items())
+            raise PackError(f"column {name!r} has the splits: pass {parts}, or df.drop(columns={name!r}) to ignore it")
 
 
 def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> list[Any]:
@@ -308,7 +328,8 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
     if len(numbers.columns):
         columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
     if len(goals) == 1:
-        sep, values = options.sep, frame[goals[0]].tolist()
+        sep, values = options.sep, frame[goals[0]].tolist()  # in which pd.read_parquet has arrays for lists
+        values = [x.tolist() if isinstance(x, np.ndarray) and x.dtype == object else x for x in values]
         if sep:  # an empty cell has no label
             values = ["" if is_missing(text) else str(text) for text in values]
             values = [[name.strip() for name in text.split(sep) if name.strip()] for text in values]
@@ -325,6 +346,7 @@ def options_like(card: Card) -> dict[str, Any]:
     roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
     roles["inputs"] = card.options["columns"] or roles["inputs"]  # of a table, which may have more
     classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
+    roles["like"] = {name: form for name, form in card.options["forms"].items() if form["kind"] == "values"}
     return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
 
@@ -334,10 +356,10 @@ def items_of(given: Any, card: Card, root: str | Path | None = None) -> Sequence
     columns = card.options["columns"]
     if getattr(given, "ndim", 0) == 1 and hasattr(given, "iloc") and not {*(columns or ())} & {*given.index}:
         given = given.tolist()  # a Series of items, not a row
-    if hasattr(given, "iloc") or (columns and is_table(given)):
-        if columns is None:
-            raise PackError("this run was not trained on a DataFrame; pass items as its Dataset returns them")
-        place = Path() if hasattr(given, "iloc") else (given := drive_path(given)).parent
+    if columns is None and hasattr(given, "iloc"):
+        given = given.to_numpy()  # as of (x, y)
+    elif columns and (hasattr(given, "iloc") or is_table(given)):
+        place = (given := drive_path(given)).parent if isinstance(given, str | Path) else Path()
         roles = SimpleNamespace(**card.options["roles"], text=card.options["text"])
         given = given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given
         return rows_of(read_table(given, [roles.image]), (), columns, roles, place if root is None else stage(root))

@@ -92,8 +92,7 @@ def pixels(image: "Image.Image", resize: Resize, ids: bool) -> np.ndarray:
 
 
 def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
-    """Return points (…, 2) x, y or boxes (…, 4) x1, y1, x2, y2 of an image (W, H) where `pixels` moves them; padded
-    to within half a pixel, as Pillow pads by whole ones."""
+    """Return points (…, 2) or boxes (…, 4) of an image (W, H) where `pixels` moves them; if padded, to half a pixel."""
     points = numeric("points", points).astype(np.float32)
     if not resize:
         return points
@@ -106,8 +105,7 @@ def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
 
 
 def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Sequence[str] = ()) -> dict[str, Any]:
-    """Return column → plain value, of images as they are packed: an array, of a target also its class, a text or a
-    whole number, or several in a list.
+    """Return column → plain value: an array, of a target also its class, a text or a whole number, or several.
 
     parts: images, also as paths or bytes of files; text: the function of texts, by name; marked: columns of points on
     the only image. Raises PackError(value, rule, fix) for all else.
@@ -115,10 +113,11 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
     values, sizes = dict[str, Any](), []
     for name, value in parts.items():
         target = name == TARGET
+        value = bare(value) if target else value
         if isinstance(value, Path | bytes) or is_image(value):
             sizes.append((image := open_image(value)).size)
             values[name] = pixels(image, resize, target)
-        elif target and (isinstance(value := bare(value), str | int) or is_missing(value)):
+        elif target and (isinstance(value, str | int) or is_missing(value)):
             values[name] = value
         elif target and is_names(value):
             values[name] = sorted(value)
@@ -133,6 +132,7 @@ def numeric(name: str, value: Any) -> np.ndarray:
         raise PackError("several", f"{name} must be one array", "give each a place of its own: (a, b, label), target=2")
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        array = np.array(array.tolist()) if array.dtype == object else array  # of a DataFrame, True among numbers
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
         raise PackError(error, f"{name} must be an array", "make it one of numbers") from None
     if array.dtype.kind not in "biuf":
@@ -144,9 +144,10 @@ def numeric(name: str, value: Any) -> np.ndarray:
 
 
 def bare(value: Any) -> Any:
-    """Return a target as a plain number or text, where it is an array of one."""
+    """Return a target as a plain number or text, where it is an array of one, or bytes of ASCII, as of loadarff."""
     single = isinstance(value, torch.Tensor | np.ndarray | np.generic) and np.prod(value.shape) == 1
-    return value.item() if single else value
+    value = value.item() if single else value
+    return value.decode() if isinstance(value, bytes) and value.isascii() else value
 
 
 def is_missing(value: Any) -> bool:
@@ -214,6 +215,8 @@ class Form:
         array = numeric(name, value)
         if self.layout == "hwc" and array.ndim == 2:
             array = np.stack([array] * 3, -1)  # a grey one among colours
+        if self.layout == "hw" and array.shape[2:] == (3,) and array.dtype == np.uint8:  # a colour one: Pillow's L
+            array = ((array @ np.array([19595, 38470, 7471]) + 2**15) >> 16).astype(np.uint8)
         if array.dtype.kind == "f" and len(odd := array[~np.isfinite(array)]):
             raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
         made = array.astype(self.dtype, copy=False)

@@ -1,7 +1,6 @@
 """The items of the data, read as a pack keeps them: when packing, and by workers in training.
 
-An item is an array, tensor, number, text or PIL image, or a tuple or dict of them: parts by place or name, of which one
-is the target and some are inputs.
+An item is an array, tensor, number, text or PIL image, or several by place or name: some are inputs, one is the target.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
 from nbtools.data.pack import FORMAT, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 9  # of what a card keeps of them; packs of another are made anew
+VERSION = 10  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
@@ -57,8 +56,7 @@ def target_of(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | Non
 
 
 def name_columns(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | None) -> dict[str, Any]:
-    """Return column → value: the target as `y`; inputs, None: all others, by their keys, those of a tuple as `x`, or
-    `x1`, `x2` … Raises PackError(value, rule, fix)."""
+    """Return column → value: the target as `y`; inputs, None: all others, by key, those of a tuple as `x`, or `x1` …"""
     chosen = [key for key in parts if key != target] if inputs is None else [*inputs]
     places = [key for key in chosen if isinstance(key, int)]
     names = {key: f"x{i}" for i, key in enumerate(places, 1)} if len(places) > 1 else dict.fromkeys(places, "x")
@@ -83,8 +81,7 @@ class Items:
 
     options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
     listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images, images: also of arrays;
-    resize: (height, width, how); text: the function of texts by name; marked: columns of points; marks: a hash of each
-    item looked at.
+    resize: (height, width, how); text: the function of texts by name; marked: columns of points; marks: item hashes.
     """
 
     def __init__(self, parts: list[Part], groups: Any, options: Any):
@@ -96,7 +93,7 @@ class Items:
         groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
         self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
         if len(self.groups) != (count := len(self)):
-            raise PackError(f"groups must be a column or a value for each of {count:,} items, got {len(self.groups)}")
+            raise PackError(f"groups must be a column, a key of dicts or {count:,} values, got {len(self.groups)}")
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = ""
@@ -133,8 +130,7 @@ class Items:
         return parts_of(self.parts[k][1][place])
 
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
-        """Return column → plain value of an item, or of these alone; of a number of a part that has names for them its
-        name. Raises PackError(value, rule, fix) without."""
+        """Return column → plain value of an item, or of these alone; the name of a class where its part has names."""
         names = self.classes[self.places[i][0]]
         try:
             parts = name_columns(self.item(i), self.target, self.options.key[1])
@@ -182,12 +178,15 @@ class Items:
             raise PackError("items have several labels each; list all of them: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
-        common = {n: forms.common_form(n, each, classes, n in self.pictures) for n, each in seen.items() if each}
+        like = {name: Form(**form) for name, form in options.like.items() if seen.pop(name, None)}
+        common = like | {n: forms.common_form(n, v, classes, n in self.pictures) for n, v in seen.items() if v}
         images = self.images = [name for name, form in common.items() if form.layout and name != TARGET]
         there = ", ".join(f"{name} {form.column}" for name, form in common.items())
         if (options.mean or options.std) and not images:
             raise PackError(f"mean and std are for images of 1, 3 or 4 channels, and the inputs hold none: {there}")
         for name in images if options.mean or options.std else ():
+            if common[name].layout == "hw" and len(options.mean or ()) == 3:  # greys, for a pretrained network
+                common[name] = Form("values", "|u1", (*common[name].shape, 3), "hwc")
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
             if above or {len(options.mean or ()), len(options.std or ())} != {count}:
@@ -222,6 +221,10 @@ class Items:
             digest.update(repr((split, type(part).__qualname__, len(part))).encode())
             known = range(len(part)) if isinstance(part, KNOWN) else ()
             digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
+            while part is not None:  # what Datasets say of all their items, also those below Subsets
+                held = "_fingerprint", "targets", "labels", "samples"  # of Hugging Face, of torchvision
+                digest.update(mark({name: getattr(part, name, None) for name in held}))
+                part = getattr(part, "dataset", None)
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()
 
@@ -256,8 +259,7 @@ class Items:
         ), partial(self.sample, columns=self.stored)
 
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
-        """Return mean and std of targets, float32 columns and images: as given, else those of the training split, or
-        without a copy of the items looked at."""
+        """Return mean and std of what is normalised: as given, of the training split, or of the items looked at."""
         learned, read = dict[str, Any](mean={}, std={}), list[dict[str, Any]]()
         for i in () if self.options.store else self.looked:
             with suppress(PackError):
@@ -306,9 +308,9 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             value = str(value), stat and (stat.st_size, stat.st_mtime_ns)
         elif hasattr(value, "shape") or is_image(value):
             array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-            digest.update(array.tobytes())
+            digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
             value = array.dtype, array.shape
         elif not isinstance(value, str | bytes | int | float | list | tuple | None):
             value = sorted(value) if isinstance(value, set) else type(value).__name__
-        digest.update(repr((name, value)).encode())
+        digest.update(re.sub(" at 0x[0-9a-f]+", "", repr((name, value))).encode())  # which differs each time
     return digest.digest()

@@ -15,7 +15,7 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import nbtools as nb
-from nbtools.data import items_of, open_image, sample_of
+from nbtools.data import items_of, open_image, options_like, sample_of
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 RNG = np.random.default_rng(0)
@@ -46,7 +46,6 @@ class Items(Dataset):
 
 
 def image(mode: str = "RGB", size=(5, 4)) -> Image.Image:
-    """(W, H) = size."""
     values = np.arange(size[0] * size[1] * 3, dtype=np.uint8).reshape(size[1], size[0], 3)
     return Image.fromarray(values).convert(mode)
 
@@ -106,6 +105,9 @@ PACKED = {  # its columns, and classes: (data, options of pack)
     "x uint8 (4, 5, 3), y int64 (): 0": (Items(lambda i: (image(MODES[i % 7]), 0)), {}),
     "x uint8 (6, 7, 3), y int64 (): 0": (Items(lambda i: (image(size=(5 + i, 4)), 0)), {"size": (6, 7)}),
     "x float32 (4), y int64 (): 0 1": (KINDS, {}),
+    "x uint8 (4, 5, 3), y int64 (): 1": (Items(lambda i: (image("L"), 1)), {"mean": [0.5] * 3, "std": [0.2] * 3}),
+    "x float32 (1), y int64 (): no yes": (frame(y=[b"no", b"yes"] * 10), {}),  # as scipy reads an ARFF
+    "x float32 (2), y int64 (): 0 1": (frame(user_id=np.arange(20) // 2), {}),
     "x float32 (2), y float32 (2)": (frame(p=1.5, q=np.arange(20)), {"target": ["p", "q"]}),
 }
 
@@ -121,20 +123,22 @@ def test_items_of_any_kind_give_the_right_columns_and_classes(said):
 
 def test_a_csv_as_people_write_it_gives_its_columns_and_its_rows_are_predicted_however_they_come(tmp_path, capsys):
     path = tmp_path / "rows.csv"
-    lines = [f"{i}, {i}.5, {i % 3}, {'ab'[i % 2]}\n" for i in range(19)]
-    path.write_text("".join([", a, b, label\n", *lines, "19, , 0, a\n"]))
+    lines = [f"{i}, {i + 9}, {i}.5, {i % 3}, {'ab'[i % 2]}\n" for i in range(19)]
+    path.write_text("".join([", RowId, a, b, label\n", *lines, "19, 0, , 0, a\n"]))
     made = nb.pack(path)
     assert (made.classes, made.options["columns"], len(made)) == (["a", "b"], ["a", "b"], 19)
     said = capsys.readouterr().err
-    assert "unnamed columns are left out: Unnamed: 0; inputs=[…] includes them" in said
+    assert "unnamed columns and row numbers are left out: Unnamed: 0, RowId; inputs=[…] includes them" in said
     assert "1 of 20 samples cannot be used, see pack.bad" in said
     path.write_text("b,a\n0,0.5\n1,1.5\n")
     rows = [{"a": 0.5, "b": 0}, {"a": 1.5, "b": 1, "label": None}]
-    for given in (path, str(path), pd.read_csv(path), rows, made.arrays["x"][:2]):
+    polars = SimpleNamespace(to_pandas=lambda: pd.read_csv(path))
+    for given in (path, str(path), pd.read_csv(path), polars, rows, made.arrays["x"][:2]):
         assert [sample_of(item, made.card)["x"].tolist() for item in items_of(given, made.card)] == [[0.5, 0], [1.5, 1]]
 
 
 WRITTEN = {"01 02 10": "01 02 10", "1 01 2": "01 1 2", "7  -1": "-1 7", "yes no yes\t": "no yes", "0.5  2": ""}
+WRITTEN |= {f"{10**18 + 1}  {10**18}": f"{10**18} {10**18 + 1}", f"{10**20} 5 7": f"5 7 {10**20}"}
 
 
 @pytest.mark.parametrize("labels", WRITTEN)
@@ -156,6 +160,11 @@ def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     cuda = SimpleNamespace(ndim=2, cpu=lambda: torch.tensor(x)), y
     for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), tables, sparse, cuda):
         assert pack(columns).card.digest == pairs, type(columns)
+    mixed, polars = frame(y=[True, False] * 10), SimpleNamespace(to_pandas=frame)
+    made = pack((mixed, pd.DataFrame({"y": ["a", "b"] * 10})))  # with y as a table of one column
+    assert (made.classes, made.arrays["x"][:, 1].tolist()) == (["a", "b"], y[1:] + y[:1])
+    assert [*items_of(mixed, made.card)[3]] == made.arrays["x"][3].tolist()
+    assert pack(polars).card.digest == pack(frame()).card.digest
     with pytest.raises(nb.NbtoolsError, match=r"one argument, got 2 arguments; write nb.pack\(\(x, y\)\), or train="):
         pack(x, y)
 
@@ -211,7 +220,8 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "text= needs a text column, not a;": (frame(), {"text": len}),
     "several targets must be numeric, got a, b; name one": (frame(b="u"), {"target": ["a", "b"]}),
     "drive:x: data must go to a local disk": (frame(), {"into": "drive:x"}),
-    "a column or a value for each of 20 items, got 2": (Items(vector), {"groups": [1, 2]}),
+    "a column, a key of dicts or 20 values, got 2": (Items(vector), {"groups": [1, 2]}),
+    "'p' has the splits: pass .*test=df.df.'p'. == 'test'": (frame(f="1.png", p=["dev", "test"] * 10), {"image": "f"}),
     "not numeric: b, c, d; .*get_dummies.*decimal": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
     "No such file or directory; check the path a/5.png, its ending": ([(Path("a/5.png"), 0)] * 20, {}),
     "no image; delete it, or copy it": ([(b"GIF", 0)] * 20, {}),
@@ -258,7 +268,6 @@ def pictures(folder, *names, count=6, size=(6, 5), form: Any = "NFC"):
 
 
 FOLDERS = {  # name: (folders with 6 pictures each, classes, splits that are given)
-    "classes": (["cat", "dog"], ["cat", "dog"], {}),
     "below another folder": (["set/pets/cat", "set/pets/dog"], ["cat", "dog"], {}),
     "TrainData": (["TrainData/cat", "TrainData/dog", "devset/cat"], ["cat", "dog"], {"val": 6}),
     "training_set": (["training_set/cat", "training_set/dog", "test_set/cat"], ["cat", "dog"], {"test": 6}),
@@ -268,7 +277,7 @@ FOLDERS = {  # name: (folders with 6 pictures each, classes, splits that are giv
     "classes with folders inside": (["cat/2020", "cat/2021", "dog/2020"], ["cat", "dog"], {}),
     "accents of a Mac": (["Train/café", "Train/thé", "Valid/cafe\u0301"], ["café", "thé"], {"val": 6}),
     "splits below classes": (["cat/train", "cat/test", "dog/train", "dog/test"], ["cat", "dog"], {"test": 12}),
-    "litter": (["cat", "dog", "__MACOSX/cat", "dog/.thumbs", ".ipynb_checkpoints"], ["cat", "dog"], {}),
+    "litter": (["cat", "dog", "__MACOSX/cat", "dog/@eaDir/1", "dog/.thumbs", ".ipynb"], ["cat", "dog"], {}),
 }
 
 
@@ -281,7 +290,7 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
     made = nb.pack(tmp_path / "data")
     assert made.classes == classes
     assert {split: made.splits[split] for split in given} == given
-    ignored = ("/.", ".ipynb", "__MACOSX")
+    ignored = ("/.", ".ipynb", "__MACOSX", "@eaDir")
     counted = [folder for folder in folders if folder != "test" and not any(each in folder for each in ignored)]
     assert (len(made), made.bad.empty) == (6 * len(counted), True)
     left_out = "7 files left out, such as notes/readme.txt: not images in class folders"
@@ -363,12 +372,14 @@ def test_how_images_are_resized_and_what_does_not_move_with_them_is_said(capsys)
 
 
 @pytest.mark.parametrize("sep", [",", ";"])
-def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, sep):
+def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, sep, monkeypatch, capsys):
     pictures(tmp_path, "files", count=12, size=(4, 4))
     data = pd.DataFrame({"filename": [f"files/.//{i}.png" for i in range(12)], "label": ["a", "b"] * 6, "age": 0.5})
     data.loc[3, "filename"], data.loc[4, "filename"] = "files/none.png", "files\\4.png"  # as on Windows
     data.to_csv(tmp_path / "labels.csv", sep=sep, index=False)
-    made = pack(tmp_path / "labels.csv", image="filename")
+    monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path))
+    made = nb.pack("drive:labels.csv", image="filename")
+    assert "are read from Drive one by one; a zip, root=" in capsys.readouterr().err
     assert (list(made.columns), made.classes, len(made)) == (["image", "y"], ["a", "b"], 11)
     assert made.bad.value.tolist() == ["No such file or directory"]
     both = pack(data, image="filename", root=tmp_path, inputs=["age"], groups="label")
@@ -380,10 +391,21 @@ def test_images_from_a_table_lie_in_the_folder_of_the_csv_or_in_root(tmp_path, s
     assert pack(tmp_path / "labels.csv", image="filename").folder != made.folder, "its files are part of the data"
 
 
-SEA = ["sea", "sky"]
+def test_new_data_get_the_columns_of_a_run_whatever_they_have_in_common():
+    series, grey = [(np.zeros((3 + i % 2, 2)), "a") for i in range(20)], np.asarray(image("L"))
+    for old, new in ((series, series[::2]), ([(image(), 0)] * 20, [(image("L"), 0), (image(size=(5, 5)), 0)])):
+        made = pack(old)
+        again = pack(new, test=1.0, **options_like(made.card))
+        assert (again.columns, len(again.bad)) == (made.columns, len(new) % 10 // 2)
+    mixed = pack([(image("RGB" if i == 7 else "L"), 0) for i in range(200)])  # 7 is not looked at
+    assert (len(mixed), (mixed.arrays["x"] == grey).all()) == (200, True), "as Pillow makes grey of colours"
+
+
+SEA, TAGS = ["sea", "sky"], [["sea", "sky"], ["sea"], [], ["sky"]] * 5
 LABELS = {
     "a separator": ({"tags": ["sea  sky", "sea", "", "sky"] * 5}, {"target": "tags", "sep": " "}),
-    "lists": ({"tags": [["sea", "sky"], ["sea"], [], ["sky"]] * 5}, {"target": "tags"}),
+    "lists": ({"tags": TAGS}, {"target": "tags"}),
+    "lists of a parquet file": ({"tags": [np.array(each, object) for each in TAGS]}, {"target": "tags"}),
     "columns": ({"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5}, {"target": SEA, "classes": SEA}),
     "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {}),
     "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": SEA}),
@@ -402,11 +424,12 @@ def test_several_labels_of_a_sample_become_a_1_for_each(name):
 def test_splits_given_share_their_classes():
     train, other = [(0.5, "b")] * 30, [(0.5, "a")] * 10
     made = pack(train=train, val=other, test=[(1.5, "c")])
-    assert (made.splits, made.classes) == ({"train": 30, "val": 10, "test": 1}, ["a", "b", "c"])
-    assert made.names[30] == "val/item 0"
-    assert pack(train, test=1.0).splits["test"] == 30
+    sizes, names = {"train": 30, "val": 10, "test": 1}, ["a", "b", "c"]
+    assert (made.splits, made.classes, made.names[30]) == (sizes, names, "val/item 0")
     assert pack(frame(g=None), groups="g").splits["train"] == 16, "what has no group is one of its own"
     assert sorted(pack(frame(), groups=pd.Series(np.arange(20) // 5)).splits.values()) == [5, 5, 10]
+    made = pack([{"x": 0.5, "y": i % 2, "g": i // 5} for i in range(20)], groups="g")
+    assert (sorted(made.splits.values()), [*made.columns]) == ([5, 5, 10], ["x", "y"])
     names = [Items(lambda i: (0.5, i % 2), 6, classes=names) for names in (["ant", "bee"], ["eel", "bee"])]
     made = pack(train=names[0], val=names[1], test=0)  # as ImageFolder numbers a split that lacks a class
     assert [made.classes[y] for y in made.arrays["y"]] == ["ant", "bee"] * 3 + ["eel", "bee"] * 3
@@ -421,7 +444,9 @@ def test_a_second_call_opens_the_pack_and_another_number_share_or_value_is_anoth
     assert pack(data()).folder.stat().st_ino == before
     others = [pack(data(7)), pack(data(count=101)), pack(data(), val=0.2), pack(data(), groups=["a", "b"] * 50)]
     others += [pack(array), pack(array + (np.arange(100) == 7)[:, None].astype(np.float32))]
-    assert len({made.folder, *(other.folder for other in others)}) == 7
+    for odd in (5, 7):  # of which neither is looked at
+        others += [pack(Subset(Items(vector, 300, targets=[i == odd for i in range(300)]), range(300)))]
+    assert len({made.folder, *(other.folder for other in others)}) == 9
     assert len(pack(made.folder, folds=5)) == 5
     for other in ({"size": 8}, {"classes": ["a"]}, {"target": 0, "inputs": (1,)}, {"mean": 0.5, "std": 0.5}):
         with pytest.raises(nb.NbtoolsError, match=f"is a pack, whose {'/'.join(other)} cannot change; pass the raw"):

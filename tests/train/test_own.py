@@ -406,7 +406,7 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
     for wrong, said in (
         ([arrays[0][:9]], r"item 0 \(ndarray\): x must be uint8 \(12, 12, 3\), .*, got uint8 \(9, 12, 3\)"),
         ([{"age": 3}], "an item must have x, got age; add what is missing"),
-        (pd.DataFrame({"x": [1]}), "not trained on a DataFrame"),
+        (pd.DataFrame({"x": [1]}), r"x must be uint8 \(12, 12, 3\), .*, got int64 \(1,\)"),
     ):
         with pytest.raises(PackError, match=said):
             run.predict(wrong)
