@@ -13,6 +13,7 @@ import re
 import stat
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -144,8 +145,11 @@ def in_zip(file: IO[bytes]) -> Iterator[Entry]:
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or (info.CRC and not info.file_size):
             fix = "Make the zip again with the usual settings"  # of bzip2 and lzma, a read of zipfile has no bound
             raise ArchiveError(f"entry {info.filename!r} is damaged, or neither stored nor deflated. {fix}")
-        name = info.orig_filename  # not marked as UTF-8, its bytes, which zipfile has decoded so
-        name = name if info.flag_bits & 0x800 else name.encode("cp437")
+        name: str | bytes = info.orig_filename
+        if not info.flag_bits & 0x800:  # not UTF-8: the bytes, which zipfile has decoded so; or Info-ZIP's field 0x7075
+            name = info.orig_filename.encode("cp437")
+            marked = re.search(b"up(..)\1" + re.escape(zlib.crc32(name).to_bytes(4, "little")), info.extra, re.DOTALL)
+            name = info.extra[marked.end() :][: int.from_bytes(marked[1], "little") - 5].decode() if marked else name
         yield Entry(name, info.file_size, partial(archive.open, info))
 
 

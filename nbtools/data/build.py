@@ -309,7 +309,7 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
         arrays = pack.sample(i) if survey.exact and not survey.elsewhere else {}
         held = b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named}))
         places.append(splits.position(entry.group or held or entry.name, draw[2]))
-    if survey.exact and 2 * len({*places}) < len(places):  # of a few kinds of rows no split should lack one
+    if survey.exact and len({*places}) < min(100, len(places) / 2):  # of a few kinds of rows no split should lack one
         seen = Counter[Any]()
         for i, kind in enumerate(zip(places, labels or places, strict=True)):
             places[i] = splits.position(f"{kind} {seen[kind]}", draw[2]) if seen[kind] else places[i]

@@ -165,9 +165,6 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             options.key = (TARGET, None)
         else:
             data = list_items(data)
-            if isinstance(data, list) and all(isinstance(item, Mapping) and column in item for item in data):
-                values += [item[column] for item in data]
-                data = [{key: part for key, part in item.items() if key != column} for item in data]
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if column is not None else groups
 

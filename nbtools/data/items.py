@@ -93,7 +93,7 @@ class Items:
         groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
         self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
         if len(self.groups) != (count := len(self)):
-            raise PackError(f"groups must be a column, a key of dicts or {count:,} values, got {len(self.groups)}")
+            raise PackError(f"groups must be a column of a table or {count:,} values, got {len(self.groups)}")
         self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = ""

@@ -2,9 +2,11 @@
 
 import gzip
 import os
+import struct
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -54,9 +56,9 @@ ENCODED = {
 class Raw(zipfile.ZipInfo):
     """An entry whose name is these bytes, without a mark of their encoding."""
 
-    def __init__(self, name: bytes) -> None:
+    def __init__(self, name: bytes, extra: bytes = b"") -> None:
         super().__init__(name.hex())
-        self.raw = name
+        self.raw, self.extra = name, extra
 
     def _encodeFilenameFlags(self) -> tuple[bytes, int]:
         return self.raw, 0
@@ -75,6 +77,15 @@ def test_unmarked_names_are_read_in_the_encoding_of_their_bytes_and_that_is_said
         assert extracted(tmp_path / form, unmarked(names, encoding, form)) == dict.fromkeys(names, b"x")
         said = f"the encoding {encoding} was guessed from their bytes, as in '{names[0]}'" in capsys.readouterr().err
         assert said == (encoding != "utf-8")
+
+
+def test_the_unicode_name_of_info_zip_comes_first_where_it_belongs_to_the_name(tmp_path, capsys):
+    raw, text = "cafÚ.png".encode("cp850"), "café.png".encode()
+    fields = [struct.pack("<BI", 1, zlib.crc32(of)) + text for of in (raw, b"another")]
+    first, second = (struct.pack("<HHB", 0x5455, 1, 0) + struct.pack("<HH", 0x7075, len(f)) + f for f in fields)
+    assert extracted(tmp_path / "1", zip_bytes((Raw(raw, first), b"x"))) == {"café.png": b"x"}
+    assert capsys.readouterr().err == ""
+    assert extracted(tmp_path / "2", zip_bytes((Raw(raw, second), b"x"))) == {"cafΘ.png": b"x"}
 
 
 def test_backslashes_of_windows_are_separators_where_no_name_has_a_slash(tmp_path):
