@@ -113,7 +113,7 @@ class Panel:
         """Adopt what the user put into a field, else keep it there with the reason; an emptied field, as after Escape,
         gets the plan's value back."""
         kept = name in self.fixed or text in ("", self.form.holds(name))  # of which it shows three digits
-        read = (lambda: text) if isinstance(text, bool) else (lambda: self.plan.parse(name, text.strip()))
+        read = (lambda: self.plan.parse(name, text.strip())) if isinstance(text, str) else (lambda: text)
         self.make(lambda: self.plan if kept else self.plan.turn(**{name: read()}), name)
 
     def accept(self) -> None:

@@ -16,7 +16,7 @@ from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
 FIELDS: dict[str, Any] = {"lr": (" 3e-4 ", 3e-4), "clip_norm": ("none", None), "compile": (True, True)}
-FIELDS["scales"] = "0.5,0.75,1", (0.5, 0.75, 1.0)
+FIELDS |= {"scales": ("0.5,0.75,1", (0.5, 0.75, 1.0)), "layers": (4, 4)}
 ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}
 ACTIONS |= {"Back to best": "best", "Undo": "undo"}
 
@@ -27,6 +27,7 @@ class Plan(plans.Plan):
 
     network: str = knob("small", f"which network {EVIL}", choices=("small", "large"))
     scales: tuple[float, ...] = knob((0.5, 1.0), "sizes to evaluate at", above=0)
+    layers: int = knob(2, "of the network", choices=(1, 2, 4))
     alpha: float = knob(0.5, "weight of the first loss", least=0, most=1)
 
 
