@@ -31,7 +31,7 @@ from nbtools.train import CONTROL, KEYS, History, RankLost, Record, TaskLike, ch
 MOMENT, READ_EVERY = 0.05, 0.5  # seconds between two checks for requests, and between two reads of the history
 
 
-def watch(run: str | Path, wait: float = 60.0) -> Run:
+def watch(run: Run | str | Path, wait: float = 60.0) -> Run:
     """Draw a run that another process on this machine trains until it ends, with buttons and fields that act on it;
     return the Run. An interrupt ends the watching, not the run; one that is over, or kept here, is drawn once.
 

@@ -125,6 +125,9 @@ class Run:
         rest = frame.drop(columns=scores.columns)
         return scores.join(rest.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|memory"))
 
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
     def __repr__(self) -> str:
         done = len(self.history.of("epoch"))
         best = f", best {self.reached}" if self.reached else ""
@@ -340,7 +343,7 @@ def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
     rows = []
     for run in runs.values():
         epochs, best, metric = run.history.of("epoch"), run.best, run.metric[0]
-        last = epochs[-1] if epochs else {}
+        last = next((row for row in reversed(run.history.rows) if "wall" in row), {})  # also amid an epoch
         score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
         wall = last.get("wall", 0.0)  # seconds of the whole run, as the live view counts them
         speed = {"minutes": wall / 60, "samples_per_s": last["samples"] / wall if wall else None}
@@ -348,10 +351,10 @@ def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
-def compare(*runs: Run | str | Path | list[Any]) -> "Comparison":
-    """Compare runs, run folders, a list of them, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
+def compare(*runs: Run | str | Path | Sequence[Any]) -> "Comparison":
+    """Compare runs, run folders, a list of these, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
     there is none, CheckpointError for a folder that cannot be opened."""
-    given = [one for each in runs for one in (each if isinstance(each, list) else [each])]
+    given = [one for each in runs for one in (each if isinstance(each, list | tuple) else [each])]
     every = [run for one in given for run in ([one] if isinstance(one, Run) else open_runs(Path(one))[::-1])]
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")

@@ -207,7 +207,8 @@ def comparison(runs: Mapping[str, Columns], metric: str) -> Picture:
         return [curve_of(*each, text) for each in series if len(each[1][0])]
 
     titles = {"val_loss": "validation loss", f"val_{metric}": header(metric)}
-    charts = [make_chart(title, made, "auto") for name, title in titles.items() if (made := lines(name, *EVALUATED))]
+    drawn = {name: made for name in titles if (made := lines(name, *EVALUATED))}
+    charts = [make_chart(titles[n], made, "auto" if n == "val_loss" else "linear") for n, made in drawn.items()]
     charts += [learning_rate(made)] if (made := lines("lr", text=digits)) else []
     ends = [line.x[-1] for chart in charts for line in chart.lines]
     return Picture(charts, Scale(0.0, float(max(ends, default=1.0)) or 1.0, whole=True))

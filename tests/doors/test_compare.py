@@ -60,13 +60,16 @@ def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
         checkpoint.mark(copy, id=copy.name, best="0001-00000010")  # a run of its own
         (copy / "history.csv").unlink()
         row = {"epoch_time": 14.0, "wall": 15.5, "val_accuracy": accuracy, "val_loss": loss}
-        History(copy / "history.csv").append(Record("epoch", 0, 10, 100, row))
+        history = History(copy / "history.csv")
+        history.append(Record("epoch", 0, 10, 100, row))
+        history.append(Record("step", 1, 15, 150, {"loss": loss, "wall": 30.0}))
     return [folder / f"run-{k}" for k in range(len(values))]
 
 
 def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_path):
-    apart = nb.compare(*reached(tmp_path / "apart", runs[0], (0.5, 1.0), (0.9, 0.9)))
-    assert "run-1 is the best: accuracy 0.900, 0.400 above " in apart.conclusion
+    apart = nb.compare(*reached(tmp_path / "apart", runs[0], (0.03, 1.0), (0.9, 0.03)))
+    assert "run-1 is the best: accuracy 0.900, 0.870 above " in apart.conclusion
+    assert apart._repr_html_().count('data-log=""') == 1, "of the loss"
     close = nb.compare(*reached(tmp_path / "close", runs[0], (0.9, 1.0), (0.91, 0.2)))
     assert "run-0 0.900; on 48 validation samples, chance alone can explain such" in close.conclusion
 
@@ -88,7 +91,7 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, 
             act(tmp_path / "nowhere")
     every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
     assert len(nb.compare(tmp_path / "runs").runs) == 9
-    assert nb.compare(every[:2]).runs.keys() == nb.compare(*every[:2]).runs.keys()
+    assert nb.compare(every[:2]).runs.keys() == nb.compare((*every[:2],)).runs.keys() == {*map(str, every[:2])}
     (every[0] / "card.json").unlink()
     (every[8] / "plan.json").write_text('{"lr": -1}')
     (every[1] / "plan.json").write_text('{"lr": 1, "gone": 2}')
@@ -97,7 +100,8 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, 
     assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 8)]
     for words in (r"run-0/card\.json is missing; copy the whole run", r"run-8: .*lr must be greater than 0, got -1"):
         assert re.search(f"left out: .*{words}", said)
-    assert (frame.loc["runs/run-1", "best_accuracy"], frame.loc["runs/run-1", "epochs"]) == (0.5, 1)
+    row = frame.loc["runs/run-1", ["best_accuracy", "epochs", "minutes", "samples_per_s"]]
+    assert [*row] == [0.5, 1, 0.5, 5], "minutes also of an epoch that has not ended"
     assert not any(frame.changed.dt.microsecond)
 
 

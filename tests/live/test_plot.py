@@ -161,7 +161,7 @@ def test_what_is_drawn_last_of_a_kept_run_is_true_of_the_whole(tmp_path, monkeyp
     said, pack = [], toy.pack(toy.demo(tmp_path / "raw"), into=tmp_path / "pack", val=val)
     monkeypatch.setattr("nbtools.live.draw.png", lambda *given: said.append(given) or b"\x89PNG")
     run = nb.fit(toy, pack, toy.PLAN.replace(epochs=2), tmp_path / "run", keep=tmp_path / "kept", receipt=False)
-    last = nb.watch(run.folder).history.of("epoch")[-1]
+    last = nb.watch(run).history.of("epoch")[-1]
     drawn, _, cards = said[-2]
     usual, elsewhere = ([fact for fact in lines if "waiting" not in fact] for _, lines, _ in said[-2:])
     state, epoch, took, *best, speed, memory = usual
