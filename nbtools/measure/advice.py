@@ -15,7 +15,7 @@ from nbtools.data import Card, batches_in, cores
 from nbtools.errors import sentence
 from nbtools.measure.finders import LrTrial
 from nbtools.measure.profile import LEAST_STEPS, Verdict
-from nbtools.show import Report, digits, duration, html, note, percent, plural, restore
+from nbtools.show import Report, digits, html, note, percent, plural, restore, timing
 from nbtools.train import LR_FACTORS, OPTIMIZERS, Plan, Task, TaskLike, as_task
 from nbtools.train import device as devices
 
@@ -72,8 +72,8 @@ class Advice(Report):
             return f"{length} · time not measured yet."
         seconds = self.plan.epochs * self.samples / self.verdict.timing.samples_per_s
         ratio = self.ratios.get("baseline")
-        before = f", {duration(seconds / ratio)} with the baseline's settings" if ratio else ""
-        return f"{length} · about {duration(seconds)} at the measured speed{before}."
+        before = f", {timing(seconds / ratio)} with the baseline's settings" if ratio else ""
+        return f"{length} · about {timing(seconds)} at the measured speed{before}."
 
     def footer(self) -> str:
         return "\n".join(filter(None, [sentence(self.verdict.sentence) if self.verdict else "", self.note]))

@@ -17,7 +17,7 @@ from nbtools.data import Pack, Padding, choose, gather, on, phase
 from nbtools.measure.machine import matrix_rates
 from nbtools.measure.timing import Stepper, Timing, shapes, trace, typical, untouched
 from nbtools.measure.turns import Trial, beside, in_turns
-from nbtools.show import Report, percent, timing
+from nbtools.show import Report, number, percent, timing
 from nbtools.train import DTYPES, MOST_GRAPHS, Plan, TaskLike, gradients, synchronizing, unrecordable
 from nbtools.train import device as devices
 
@@ -88,9 +88,9 @@ class Verdict(Report):
 
     def table(self) -> tuple[tuple[str, str], list[tuple[str, str]]]:
         here = self.timing
-        spread = f"{here.least:,.0f}–{here.most:,.0f}, n = {here.turns}"
+        spread = f"{number(here.least)}–{number(here.most)}, n = {here.turns}"
         rows = [
-            ("samples/s", f"{here.samples_per_s:,.0f} ({spread}) at batch {here.plan['batch_size']}"),
+            ("samples/s", f"{number(here.samples_per_s)} ({spread}) at batch {here.plan['batch_size']}"),
             ("a step", f"data {percent(self.wait)}, host {percent(self.host)}, device {percent(self.device)}"),
             ("first steps", f"{timing(here.cold_s)} more than steady ones"),
             ("longest kernels", ", ".join(f"{name} {percent(share)}" for name, share in self.kernels)),

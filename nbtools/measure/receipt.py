@@ -13,7 +13,7 @@ from nbtools.errors import NbtoolsError, TrainError
 from nbtools.measure.machine import machine
 from nbtools.measure.timing import Stepper, Timing, untouched
 from nbtools.measure.turns import Trial, attempt, beside
-from nbtools.show import Report, duration, html, note, percent, plural, shown
+from nbtools.show import Report, duration, html, note, number, percent, plural, shown, timing
 from nbtools.train import Plan, TaskLike, as_task, list_changes
 from nbtools.train import device as devices
 
@@ -62,14 +62,6 @@ class Receipt(Report):
     cold_start: float | None = None
 
     @property
-    def before(self) -> Timing:
-        return self.rungs[0].timing
-
-    @property
-    def after(self) -> Timing:
-        return self.rungs[-1].timing
-
-    @property
     def ratio(self) -> float:
         """Return samples/s of the run over the baseline's, the median of what was measured in turns."""
         return self.rungs[-1].trial.ratio
@@ -80,7 +72,7 @@ class Receipt(Report):
         rows = []
         for rung in (first, *([self.guide] if self.guide is not None else []), *others):
             here, factor = rung.timing, None if rung.factor is None else f"{rung.factor:.2f}×"
-            speed = f"{here.samples_per_s:,.0f} ({here.least:,.0f}–{here.most:,.0f})"
+            speed = f"{number(here.samples_per_s)} ({number(here.least)}–{number(here.most)})"
             total = None if rung is first else rung.trial.spread
             waited = percent(here.waited) if here.waited > 0.005 else None
             rows.append((rung.name, speed, factor, total, waited, list_changes(rung.changes)))
@@ -88,12 +80,13 @@ class Receipt(Report):
 
     def caption(self) -> str:
         guide = f"; the guide's optimised settings: {self.guide.trial.spread}" if self.guide is not None else ""
-        now = self.samples / self.after.samples_per_s  # before by the ratio: medians of each alone need not agree
-        whole = f"all epochs' steps take {duration(now)}, or {duration(now * self.ratio)} with the baseline's settings"
-        return f"Samples/s relative to the baseline on this machine: {self.rungs[-1].trial.spread}{guide}; {whole}"
+        last = self.rungs[-1]
+        now = self.samples / last.timing.samples_per_s  # before by the ratio: medians of each alone need not agree
+        whole = f"all epochs' steps take {timing(now)}, or {timing(now * self.ratio)} with the baseline's settings"
+        return f"Samples/s relative to the baseline on this machine: {last.trial.spread}{guide}; {whole}"
 
     def footer(self) -> str:
-        took = None if self.cold_start is None else duration(self.cold_start)
+        took = None if self.cold_start is None else timing(self.cold_start)
         cold = took and f"From the call of nb.fit to the tenth step: {took}"
         return " ".join([*(f"{each}." for each in (*self.notes, cold) if each), ", ".join(self.machine.values())])
 
@@ -170,11 +163,11 @@ def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) 
 
 def rung(name: str, trial: Trial, below: Rung, pack: Pack) -> Rung:
     """Return what a trial showed, beside the rung below."""
-    timing = trial.timing or below.timing
-    before, now = costs(below.timing.plan, pack), costs(timing.plan, pack)
+    here = trial.timing or below.timing
+    before, now = costs(below.timing.plan, pack), costs(here.plan, pack)
     changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
     factor = None if name == GUIDE else trial.ratio / below.trial.ratio
-    return Rung(name, replace(trial, timing=None), timing, changes, factor)
+    return Rung(name, replace(trial, timing=None), here, changes, factor)
 
 
 def comparable(baseline: Plan, plan: Plan, pack: Pack) -> Plan:
@@ -193,8 +186,8 @@ def ladder(baseline: Plan, plan: Plan, pack: Pack) -> dict[str, Plan]:
     before, now = (costs(each.to_dict(), pack) for each in (baseline, plan))
     groups, plans = {**GROUPS, OTHERS: now.keys() - set().union(*GROUPS.values())}, dict[str, Plan]()
     groups = {name: names for name, names in groups.items() if any(before.get(each) != now.get(each) for each in names)}
-    for number, name in enumerate(groups, 1):
-        above = [setting for later in [*groups][number:] for setting in groups[later]]
+    for count, name in enumerate(groups, 1):
+        above = [setting for later in [*groups][count:] for setting in groups[later]]
         plans[name] = plan.replace(**{setting: getattr(baseline, setting) for setting in above})
     return plans or {ALL: plan}
 

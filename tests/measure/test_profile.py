@@ -14,6 +14,7 @@ import nbtools as nb
 from nbtools.measure import Stepper, Verdict, timed, verdict
 from nbtools.measure.timing import Turn
 from nbtools.measure.turns import Trial
+from nbtools.show import number
 
 SECONDS = 4.0  # on a job's own clock: enough for rounds of several steps
 PLAN = toy.PLAN.replace(epochs=4)  # few, so that evaluations are not what to change
@@ -42,6 +43,7 @@ def test_the_verdict_says_what_a_job_is_bound_by_and_the_measured_factor_of_its_
     assert result.best
     assert result.best.ratio == pytest.approx(gain, rel=0.03)
     assert "measured: " in result.sentence
+    assert f"{number(result.timing.samples_per_s)} (" in str(result)
     assert job.now < 3.1 * SECONDS, "as long as promised, and warming up"
     assert result.wait + result.host + result.device == pytest.approx(1)
     assert replace(result, trials=tuple(Trial({}, each) for each in ((1.09,) * 4, (0.9, 1.4) * 2))).change is None

@@ -16,7 +16,7 @@ import nbtools as nb
 from nbtools.data import Card, Column, cores
 from nbtools.errors import TrainError
 from nbtools.measure import Receipt, preset, receipt
-from nbtools.show import duration
+from nbtools.show import timing
 from nbtools.tasks import captcha, hwdb, segment, sign
 
 FASTER = toy.PLAN.replace(batch_size=64, lr=0.1, amp="bf16", channels_last=True, workers=2, clip_norm=None)
@@ -46,12 +46,11 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
     within = 0.01 if pack.splits["train"] % 64 == 0 else 0.2
     assert {rung.name: rung.factor or 1.0 for rung in found.rungs} == pytest.approx(expected, rel=within)
     assert math.prod(rung.factor or 1.0 for rung in found.rungs) == pytest.approx(found.ratio)
-    assert found.before.waited == pytest.approx(0.8 / (0.8 + small))
-    assert found.after.waited == 0
+    first, *_, last = (rung.timing for rung in found.rungs)
+    assert (first.waited, last.waited) == (pytest.approx(0.8 / (0.8 + small)), 0)
     assert {rung.timing.plan["hidden"] for rung in found.rungs} == {24}, "a smaller network is no speed-up"
     assert [list(rung.changes) for rung in found.rungs] == [[], ["feed"], ["batch_size"], ["amp"], ["channels_last"]]
-    assert found.rungs[-1].timing == found.after
-    assert found.after.plan == FASTER.to_dict()
+    assert last.plan == FASTER.to_dict()
 
 
 def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_time_of_all_epochs(found, pack):
@@ -60,12 +59,12 @@ def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_t
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]
     assert (rows[1][2], rows[2][5]) == (f"{found.rungs[1].factor:.2f}×", "batch_size 16 → 64")
     assert (rows[0][4], rows[1][4]) == ("92 %", None)
-    assert "From the call of nb.fit to the tenth step: 3 s." in str(dataclasses.replace(found, cold_start=3.0))
+    assert "From the call of nb.fit to the tenth step: 3.00 s." in str(dataclasses.replace(found, cold_start=3.0))
     assert f"Samples/s relative to the baseline on this machine: {found.rungs[-1].trial.spread}" in str(found)
     assert "No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not" in str(found)
     assert found.samples == FASTER.epochs * pack.splits["train"]
-    took = found.samples / found.after.samples_per_s
-    assert f"steps take {duration(took)}, or {duration(took * found.ratio)} with the baseline's" in found.caption()
+    took = found.samples / found.rungs[-1].timing.samples_per_s
+    assert f"steps take {timing(took)}, or {timing(took * found.ratio)} with the baseline's" in found.caption()
 
 
 def test_cold_start_is_known_of_a_new_run_of_ten_steps_alone_and_within_its_time(found, pack, tmp_path, monkeypatch):
@@ -85,6 +84,7 @@ def test_before_and_after_are_deterministic_each_as_its_plan_says(pack):
 def test_where_a_step_is_slow_only_the_ends_are_measured_and_it_is_said(pack):
     found = measured(Job(fixed=9.0), pack, FASTER)
     assert [rung.name for rung in found.rungs] == ["baseline", "this run"]
+    assert "1.78 (" in str(found), "samples/s"
     assert "Not measured, as that would take longer than 36 s: + " in str(found)
     assert len(measured(Job(fixed=9.0), pack, FASTER, 36_000.0).rungs) == 5, "a tenth of a long run suffices"
     with pytest.raises(TrainError, match="would take about 54 s, longer than a tenth of the run"):
