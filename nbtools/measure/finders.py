@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -196,13 +197,13 @@ class LrTrial(Report):
         return ("lr", "loss", ""), rows
 
 
-def lr_sweep(task: TaskLike, pack: Pack, plan: Plan, lrs: Iterable[float] = (), seconds: float = 60.0) -> LrTrial:
+def lr_sweep(task: TaskLike, pack: Pack, plan: Any, lrs: Iterable[float] = (), seconds: float = 60.0) -> LrTrial:
     """Try learning rates for about `seconds`, and say which one is the best: the plan's times 1/9, 1/3, 1, 3 and 9, and
-    beyond the end at which the best one lies; or those given.
+    beyond the end at which the best one lies; or those given. plan: a Plan, Panel or Advice.
 
     The caller's model, random state and GPU memory are unchanged. Raises TrainError where it cannot.
     """
-    lrs = [*dict.fromkeys(map(float, lrs))]
+    plan, lrs = getattr(plan, "plan", plan), [*dict.fromkeys(map(float, lrs))]
     if wrong := [lr for lr in lrs if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")
     with work("trying learning rates"):

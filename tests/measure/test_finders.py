@@ -67,7 +67,7 @@ def test_the_sweep_tries_what_it_is_given_or_values_around_the_plans_and_says_wh
     """As a list or an array; but nothing where an optimizer has an lr of its own, which all values would be."""
     sgd = nb.classify(problems.points, optimizer=lambda groups, plan: SGD([{**group, "lr": 0.1} for group in groups]))
     task = nb.classify(problems.points, plan=nb.Plan(batch_size=32, lr=1e-3, epochs=2))
-    given = nb.lr_sweep(task, spirals, task.PLAN, lrs=np.array([1e-6, 3e-3, 1e3, 3e-3]), seconds=30.0)
+    given = nb.lr_sweep(task, spirals, nb.Panel(task.PLAN), lrs=np.array([1e-6, 3e-3, 1e3, 3e-3]), seconds=30.0)
     assert [each.lr for each in given.candidates] == [1e-6, 3e-3, 1e3]
     assert given.lr == 3e-3
     around, own = (nb.lr_sweep(each, spirals, task.PLAN, seconds=30.0) for each in (task, sgd))
