@@ -52,6 +52,10 @@ READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {  # fi
     "throttle": ("CurrentClocksEventReasons", (), lambda bits: tuple(REASONS[bit] for bit in REASONS if bits & bit)),
     "processes": ("ComputeRunningProcesses", (), lambda running: tuple(process.pid for process in running)),
 }
+CGROUPS = {  # of both versions, where a container reads its limit of RAM and its use
+    "/sys/fs/cgroup": ("memory.max", "memory.current"),
+    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 
 
 @dataclass(frozen=True)
@@ -220,14 +224,20 @@ class Sampler:
 
 
 def room(device: torch.device) -> int | None:
-    """Return the bytes that are free now: of the GPU's memory (with what torch holds in reserve), or of RAM. None if
-    the system does not report it (RAM on macOS and Windows)."""
+    """Return the bytes that are free now: of the GPU's memory (with what torch holds in reserve), or of RAM, also
+    within a container's limit. None if the system does not report it (RAM on macOS and Windows)."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return kilobytes("/proc/meminfo", "MemAvailable:") or None
+    free = [kilobytes("/proc/meminfo", "MemAvailable:")]
+    for place, names in CGROUPS.items():
+        with suppress(ValueError):  # there is no such file, or no limit
+            limit, used = (int(line_of(f"{place}/{name}", "")) for name in names)
+            cached = int(line_of(f"{place}/memory.stat", "inactive_file"))  # of files, which make room
+            free.append(max(limit - used + cached, 0))
+    return min(free) if free[0] else None
 
 
 def line_of(path: str, word: str) -> str:
