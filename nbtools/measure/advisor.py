@@ -55,10 +55,10 @@ COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tri
 def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None, **settings: Any) -> Advice:
     """Return the plan to start from, each field with its reason and what was measured for it here.
 
-    Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack; None: a
-    ninetieth of the training that it shortens, at least 12 s and at most 60. Then learning rates are tried, for a tenth
-    of the training, 15 to 120 s. measure=False: use what was measured before, else only rules of thumb, without
-    delay. Raises TrainError if not even one sample fits.
+    Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack until a call
+    gives it more time. None: a ninetieth of the training that it shortens, at least 12 s and at most 60. Then learning
+    rates are tried, for a tenth of the training, 15 to 120 s. measure=False: use what was measured before, else only
+    rules of thumb, without delay. Raises TrainError if not even one sample fits.
     """
     if settings:
         raise PlanError(f"advise takes no {', '.join(settings)}; change its plan: nb.advise(task, pack).plan.turn(…)")
@@ -71,7 +71,8 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     key = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
     with suppress(OSError, ValueError):
         kept = dict(json.loads(path.read_text()))
-    if key in kept:
+    given = kept.get(key, {}).get("seconds", LEAST)  # to the advice that is kept
+    if key in kept and (not measure or (seconds or 0.0) <= given):
         advice = Advice.from_dict(kept[key], type(task.PLAN))
     elif measure:
         train.require_sizes(pack)
@@ -79,7 +80,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
         with work(f"measuring {name} on this machine"):
             advice = search_plan(task, pack, partial(by_rules, task, pack, pretrained), seconds)
         with suppress(OSError):  # a pack may be on a read-only disk
-            disk.write_atomic(path, json.dumps({**kept, key: advice.to_dict()}))
+            disk.write_atomic(path, json.dumps({**kept, key: {**advice.to_dict(), "seconds": seconds or LEAST}}))
     return dataclasses.replace(advice, presets={name: preset(task, pack, name) for name in task.PRESETS})
 
 

@@ -22,7 +22,7 @@ import nbtools as nb
 from nbtools.data import Card, Column, open_feed
 from nbtools.measure import Machine, Stepper, advisor, decide, profile
 from nbtools.measure.turns import Deadline, Trial, objection
-from nbtools.show import duration
+from nbtools.show import timing
 from nbtools.train import Plan
 from nbtools.train import device as devices
 
@@ -132,13 +132,15 @@ def test_what_was_measured_has_its_evidence_is_kept_next_to_the_pack_and_comes_b
     assert "rule of thumb" in advice.reasons["lr"]
     assert advice.verdict.sentence in str(advice)
     seconds = advice.plan.epochs * advice.samples / advice.verdict.timing.samples_per_s
-    assert f" of warmup · about {duration(seconds)} at the measured speed, " in str(advice)
+    assert f" of warmup · about {timing(seconds)} at the measured speed, " in str(advice)
     assert not any("advice" in path.name for path in pack.folder.iterdir())
     before = job.now
     for again in (nb.advise(job, pack), nb.advise(job, pack, measure=False)):
         assert json.dumps(again.to_dict()) == json.dumps(advice.to_dict())
         assert again.plan == advice.plan
     assert job.now == before, "it measured"
+    measured(job, pack, SECONDS + 1)
+    assert job.now > before, "with more time than before"
     assert nb.advise(job, toy.make_pack(tmp_path, count=60), measure=False).verdict is None
 
 
