@@ -17,7 +17,6 @@ from torch.distributed import is_torchelastic_launched
 from nbtools.data import Pack
 from nbtools.errors import NbtoolsError
 from nbtools.live import facts, requests
-from nbtools.live.facts import COMPILING, EVALUATING, TRAINING
 from nbtools.live.kernel import PERIOD, Messages, closing, running_kernel
 from nbtools.live.requests import REFUSED, FirstSignal, Requests, advised_plan
 from nbtools.live.samples import Preview, Previews
@@ -43,7 +42,7 @@ class Surface(View):
         self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
         self.looked, self.looking = 0.0, False
         self.undoable: Callable[[], bool] = bool
-        self.status = facts.DONE if state.over else COMPILING if state.plan.compile else TRAINING
+        self.status = facts.DONE if state.over else facts.COMPILING if state.plan.compile else facts.TRAINING
         self.entered = ExitStack()
 
     def __enter__(self) -> Self:
@@ -102,11 +101,11 @@ class Surface(View):
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
         if record.kind in ("step", "evaluating"):
-            self.status = EVALUATING if record.kind == "evaluating" else TRAINING
+            self.status = facts.EVALUATING if record.kind == "evaluating" else facts.TRAINING
         if record.kind in ("change", "event"):  # as of going back to a checkpoint
             self.changed(self.state.plan)
         if record.kind == "change" and self.state.plan.compile:  # another batch size is another program
-            self.status, self.due = COMPILING, 0.0
+            self.status, self.due = facts.COMPILING, 0.0
         if record.kind in ("epoch", "evaluation") and self.output and self.previews.due():
             self.show_samples(self.samples())
         self.draw(self.status)

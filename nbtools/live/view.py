@@ -22,7 +22,6 @@ from nbtools.live import draw, facts, samples
 from nbtools.live.facts import TRAINING, About, line_of
 from nbtools.live.panel import Panel, bundle_of
 from nbtools.live.plot import SCALES, XS, Columns, picture
-from nbtools.live.samples import Preview
 from nbtools.show import UNIT, number
 from nbtools.train import History, Plan, Record
 
@@ -51,13 +50,13 @@ class View:
         best, since = best if card.splits["val"] else "", history.rows[-1]["step"] if history.rows else 0
         self.about = About(folder.name, self.epochs(plan), card.splits["train"], best, since)
         self.columns, self.events = Columns(), list[str]()
-        self.cards: Sequence[Preview] = ()
+        self.cards: Sequence[samples.Preview] = ()
         self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
         advice = given if getattr(given, "plan", None) == plan else plan
         self.panel = given if isinstance(given, Panel) else Panel(advice) if drawn else None
-        self.output = Output(self.panel) if drawn and self.panel else None
+        self.output = Output(self.panel, self.panel is not given) if drawn and self.panel else None
         done, hidden = history.rows[-1]["samples"] if history.rows else 0, not show or self.notebook
         self.bar = bar(total=self.about.samples, initial=done, unit=" samples", disable=hidden, dynamic_ncols=True)
 
@@ -79,9 +78,10 @@ class View:
         if self.output is None or (time.monotonic() < self.due and not self.output.stale):
             return
         try:
-            self.output.stale, self.output.lines.value = False, log_html(self.output.log)
+            self.output.stale = False
             self.columns.follow(self.history)  # paid once a row, and not for the frame: a resumed run brings thousands
             start = time.thread_time()  # work of other processes on these cores is not a cost of drawing
+            self.output.lines.value = log_html(self.output.log)
             self.output.facts.value = facts.html(self.columns, self.about, status)
             look: list[Any] = [choice.value for choice in self.output.choices]
             self.output.frame.value = draw.page(picture(self.columns, self.about.best, *look), head="")
@@ -108,7 +108,7 @@ class View:
         elif not self.bar.disable:
             say("  ".join(fields))
 
-    def show_samples(self, previews: Sequence[Preview]) -> None:
+    def show_samples(self, previews: Sequence[samples.Preview]) -> None:
         """Show the newest samples with their answers."""
         self.cards = previews
         if self.output is not None:
@@ -135,7 +135,7 @@ class View:
             self.next_still = time.monotonic() + STILL_EVERY
             self.still(TRAINING)
 
-    def finish(self, previews: list[Preview], status: str, write: bool = False) -> None:
+    def finish(self, previews: list[samples.Preview], status: str, write: bool = False) -> None:
         """Replace the live view by the final picture. status: how the run ended; write: also into the run folder."""
         self.bar.close()
         self.due = 0.0
@@ -166,7 +166,7 @@ class Output:
     has room for. lives: whether the view is displayed. Its widgets outlive the run: nothing of that may be held here.
     """
 
-    def __init__(self, panel: Panel) -> None:
+    def __init__(self, panel: Panel, own: bool) -> None:
         from ipywidgets import HTML, Dropdown, HBox, Layout, VBox
 
         self.form, self.name, self.log = panel.form, uuid4().hex, list[list[str]]()
@@ -179,9 +179,10 @@ class Output:
         self.choices = [Dropdown(options=names[n], description=n, style=style, layout=layout) for n in names]
         for choice in self.choices:
             choice.observe(lambda _: setattr(self, "stale", True), names="value")
-        parts = [self.facts, self.frame, HBox(self.choices), self.samples, self.lines]
-        self.view = VBox([self.form.controls, *parts], layout=Layout(width="100%"))
+        parts = [self.facts, self.frame, HBox(self.choices), self.samples]
+        self.view = VBox([self.form.controls, *parts, self.lines], layout=Layout(width="100%"))
         self.view.add_class("nbtools-live")
+        self.passing = [*parts, *[self.form.controls, self.form.whole] * own]  # at the end; own: in no other cell
 
     def still(self, image: Any, metadata: Any) -> None:
         """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
@@ -206,6 +207,16 @@ class Output:
             show({"text/html": f"<style>{draw.STYLE}</style>{self.lines.value}", "text/plain": text})
         self.lines.value = page + self.lines.value
         self.view.children = [self.lines]
+        for widget in self.passing:
+            close(widget)
+
+
+def close(widget: Any) -> None:
+    """Close a widget, those inside it, and its layout and style, which are widgets too."""
+    parts = getattr(widget, "layout", None), getattr(widget, "style", None)
+    for part in (*getattr(widget, "children", ()), *filter(None, parts)):
+        close(part)
+    widget.close()
 
 
 def show(data: Any, name: str | None = None, metadata: Any = None, update: bool = False) -> None:

@@ -4,8 +4,11 @@ import io
 import math
 import re
 import sys
+import time
 import xml.etree.ElementTree as ET
 from html import escape
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from PIL import Image
 
 import nbtools as nb
 from nbtools import figures
-from nbtools.live import Columns, draw, facts, samples
+from nbtools.live import Columns, draw, facts, samples, view
 from nbtools.live.facts import About
 from nbtools.live.plot import picture
 from nbtools.live.samples import Preview
@@ -94,6 +97,19 @@ def test_the_x_axis_is_steps_samples_or_minutes():
     found = history()
     for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
         assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
+
+
+def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(view, "in_notebook", lambda: True)
+    card: Any = SimpleNamespace(splits={"train": 3200, "val": 50})
+    made: Any = view.View(tmp_path, history(), toy.PLAN, card, "accuracy", None, True)
+    pauses = list[float]()
+    for lines in ([], [], [["an epoch"]] * 50_000):
+        made.output.log += lines
+        made.due, start = 0.0, time.monotonic()
+        made.draw()
+        pauses.append(made.due - start)
+    assert pauses[2] > 5 * pauses[1], "of the first frame the axes are new"
 
 
 def test_an_evaluation_between_epochs_is_never_the_best_one_and_of_an_error_rate_the_least_is():

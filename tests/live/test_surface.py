@@ -8,6 +8,7 @@ import pytest
 from kernels import parent, started
 
 from nbtools.live import view
+from nbtools.live.panel import VIEW
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 SETUP = """
@@ -44,6 +45,10 @@ def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_ne
     """As in VS Code and Colab: in a frame of an origin of its own, by a policy of inline scripts and data alone."""
     request = kernel.client.execute('run = nb.fit(toy, pack, plan, "stays", receipt=False)')
     kernel.end(request)
+    views = [each["data"][VIEW]["model_id"] for each in kernel.own("display_data", request) if VIEW in each["data"]]
+    comms = kernel.run("print(*get_ipython().kernel.comm_manager.comms)").split()
+    assert (len(views), {*views} <= {*comms}) == (1, True), "for a page that is opened again"
+    assert len(comms) < 30, "of three runs, each with a panel of its own"
     page = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     for message in kernel.said:
         if parent(message) == request and message["msg_type"] in ("display_data", "update_display_data"):
