@@ -30,12 +30,12 @@ class Panel:
     of batch size adjusts lr by the plan's lr_rule. Works without a front end: `panel.fields["lr"].value = "3e-4"`.
 
     bad: setting → why its field's value is not applied, "" for several at once. note: what the last change brought
-    with it, or what limits the plan; proposed: the values that *Apply* sets, to be confirmed or worth making. changes:
-    settings that differ from the advice from the start, as in a demo. Raises PlanError.
+    with it, or what limits the plan; proposed: the values that *Apply* sets, to be confirmed or worth making. advised:
+    the plan to compare with. changes: settings that differ from it from the start, as in a demo. Raises PlanError.
     """
 
     def __init__(self, advice: Any, **changes: Any):
-        advised = getattr(advice, "plan", advice)
+        self.advised = advised = getattr(advice, "plan", advice)
         if not isinstance(advised, Plan):
             rule = f"Panel takes an Advice or a Plan, got {type(advice).__qualname__}"
             raise PlanError(f"{rule}; try Panel(nb.advise(…))")
@@ -68,17 +68,12 @@ class Panel:
         said = [f"{what}: {text}" for what, a, b in pairs if (text := list_changes(a.changes_from(b)))]
         return "; ".join(said) or "No settings changed"
 
-    @property
-    def advised(self) -> Plan:
-        """Return the plan that values are compared with."""
-        return self.requests.advised
-
     def begin(self, requests: Requests) -> None:
         """A run starts: changes and clicks are posted to its requests. A resumed run keeps its applied settings."""
         with self.lock:
             changes = list_changes(requests.state.plan.changes_from(self.plan))
             self.requests, self.running, self.fixed = requests, True, requests.state.plan.fixed_settings()
-            self.presets["as advised"] = requests.advised
+            self.advised = self.presets["as advised"] = requests.advised
             note = f"This run continues with its applied settings: {changes}" if changes else self.note
             self.propose(note, {} if changes else self.proposed)
 
