@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from time import monotonic, sleep
 from types import SimpleNamespace
@@ -24,9 +23,8 @@ from nbtools import errors, live, train
 from nbtools.data import Pack, cores, say
 from nbtools.errors import CheckpointError, NbtoolsError, TrainError
 from nbtools.fit import fit, opening
-from nbtools.live import FirstSignal, running_kernel
-from nbtools.run import HISTORY, PLAN, Run, as_plan, busy, read_json, what_next
-from nbtools.train import CONTROL, KEYS, History, RankLost, Record, TaskLike, checkpoint, import_task
+from nbtools.run import PLAN, Run, as_plan, busy, read_json, what_next
+from nbtools.train import CONTROL, KEYS, RankLost, Record, TaskLike, checkpoint, import_task
 
 MOMENT, READ_EVERY = 0.05, 0.5  # seconds between two checks for requests, and between two reads of the history
 
@@ -38,10 +36,12 @@ def watch(run: Run | str | Path, wait: float = 60.0) -> Run:
     wait: seconds to wait for the run to start. Raises CheckpointError if there is no run.
     """
     folder, end = Path(run), monotonic() + wait
+    if wait and not checkpoint.read_index(folder):
+        say(f"{folder} holds no run yet; waiting up to {wait:g} s for one …")
     while not checkpoint.read_index(folder) and monotonic() < end:
         sleep(MOMENT)
     remote = Remote(Run.open(folder))
-    with FirstSignal(signal.SIGINT, lambda: None) as ctrl_c:
+    with live.FirstSignal(signal.SIGINT, lambda: None) as ctrl_c:
         remote.follow(lambda: busy(folder) and not ctrl_c.came)
     if busy(folder):
         stop = f"python -m nbtools control {folder} stop"
@@ -54,12 +54,11 @@ class Remote(live.View):
     that it has not taken yet; asked: the plan and the pause that it was asked for."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
-        plan, best, history = run.plan, run.index.get("metric", "-loss"), History(run.folder / HISTORY)
-        super().__init__(run.folder, history, plan, run.card, best, given, show)
-        self.run, self.plans = run, live.Plans(plan, plan)
-        count, advised = run.card.splits["train"], live.advised_plan(run.folder, plan)
+        super().__init__(run.folder, run.history, run.plan, run.card, run.index.get("metric", "-loss"), given, show)
+        self.run, self.plans, count = run, live.Plans(run.plan, run.plan), run.card.splits["train"]
+        advised = live.advised_plan(run.folder, run.plan)
         self.requests = live.Requests(self.plans, advised, lambda new: new.require_batch(count))
-        self.sent, self.asked = set[str](), (plan, False)
+        self.sent, self.asked = set[str](), (run.plan, False)
         self.status = live.TRAINING if self.history.rows else live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
@@ -105,7 +104,7 @@ class Remote(live.View):
         before, new, plan = self.history.rows, [], self.plans.applied
         if self.history.refresh():
             pairs = zip(map(str, before), map(str, self.history.rows), strict=False)  # as text: NaN is not NaN
-            new = self.history.rows[len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]) :]
+            new = self.history.rows[next((i for i, (old, now) in enumerate(pairs) if old != now), len(before)) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
         back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))
@@ -167,12 +166,12 @@ def launch(
             sleep(MOMENT)
         if checkpoint.read_index(folder):
             remote = Remote(Run.open(folder, task), plan, progress)
-            with FirstSignal(signal.SIGINT, partial(remote.requests.post, "stop")) as ctrl_c:
+            with live.FirstSignal(signal.SIGINT, partial(remote.requests.post, "stop")) as ctrl_c:
                 remote.follow(lambda: torchrun.poll() is None)
             events, interrupted = remote.events, ctrl_c.came
     result = Run.open(folder, task)
     result.events = events
-    if interrupted and running_kernel() is None:
+    if interrupted and live.running_kernel() is None:
         raise KeyboardInterrupt(result)
     return result
 

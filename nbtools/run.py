@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -178,7 +177,7 @@ class Run:
 
         return pd.DataFrame(shares, None if names is None else pd.Index(names, name="file"), self.card.classes)
 
-    def predict_pack(self, pack: Pack, ids: Sequence[int] | np.ndarray, batch_size: int = 64) -> list[Any]:
+    def predict_pack(self, pack: Pack, ids: Collection[int], batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
         pack = self.readable(pack)
         if lacking := [int(i) for i in ids if pack.split[i] >= len(SPLITS)]:
@@ -342,16 +341,15 @@ def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
 
     rows = []
     for run in runs.values():
-        epochs, best, metric = run.history.of("epoch"), run.best, run.metric[0]
-        last = next((row for row in reversed(run.history.rows) if "wall" in row), {})  # also amid an epoch
+        epochs, best, metric = len(run.history.of("epoch")), run.best, run.metric[0]
+        last = next((row for row in reversed(run.history.rows) if row.get("wall")), {})  # also amid an epoch
         score = {f"best_{metric}": best.get(f"val_{metric}"), "best_epoch": best.get("epoch")}
-        wall = last.get("wall", 0.0)  # seconds of the whole run, as the live view counts them
-        speed = {"minutes": wall / 60, "samples_per_s": last["samples"] / wall if wall else None}
-        rows.append({"state": run.state, **score, "epochs": len(epochs), **speed})
+        speed = {"minutes": last["wall"] / 60, "samples_per_s": last["samples"] / last["wall"]} if last else {}
+        rows.append({"state": run.state, **score, "epochs": epochs, "minutes": 0.0, "samples_per_s": None, **speed})
     return pd.DataFrame(rows, pd.Index(runs, name="run"))
 
 
-def compare(*runs: Run | str | Path | Sequence[Any]) -> "Comparison":
+def compare(*runs: Run | str | Path | list[Any] | tuple[Any, ...]) -> "Comparison":
     """Compare runs, run folders, a list of these, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
     there is none, CheckpointError for a folder that cannot be opened."""
     given = [one for each in runs for one in (each if isinstance(each, list | tuple) else [each])]

@@ -86,7 +86,7 @@ def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated
 def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, capsys):
     with pytest.raises(TrainError, match="at least one run, got none; give it"):
         nb.compare(tmp_path)
-    for act in (nb.compare, nb.runs):
+    for act in (nb.compare, nb.runs, lambda folder: nb.watch(folder, wait=0.1)):
         with pytest.raises(CheckpointError, match="no such folder"):
             act(tmp_path / "nowhere")
     every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
@@ -100,6 +100,7 @@ def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, 
     assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 8)]
     for words in (r"run-0/card\.json is missing; copy the whole run", r"run-8: .*lr must be greater than 0, got -1"):
         assert re.search(f"left out: .*{words}", said)
+    assert "nowhere holds no run yet; waiting up to 0.1 s for one …" in said
     row = frame.loc["runs/run-1", ["best_accuracy", "epochs", "minutes", "samples_per_s"]]
     assert [*row] == [0.5, 1, 0.5, 5], "minutes also of an epoch that has not ended"
     assert not any(frame.changed.dt.microsecond)
