@@ -3,15 +3,16 @@
 import dataclasses
 import re
 from dataclasses import dataclass
+from functools import partial
 from html import escape, unescape
 from typing import Any
 
 import pytest
 
-from nbtools.errors import PlanError, TrainError
+from nbtools.errors import PlanError
 from nbtools.live import Panel, Plans, Requests
 from nbtools.measure import Advice
-from nbtools.train import knob
+from nbtools.train import knob, require_batch
 from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -38,12 +39,7 @@ def panel(reasons=None, baseline=None, optimised=None, **chosen):
 
 def running(made, able=lambda action: True):
     """The requests to a run that this panel belongs to, which has 300 training samples."""
-
-    def check(plan):
-        if plan.batch_size > 300:
-            raise TrainError(f"Plan.batch_size {plan.batch_size} is larger than the train split (300 samples)")
-
-    requests = Requests(Plans(made.plan, made.plan), made.advised, check, able)
+    requests = Requests(Plans(made.plan, made.plan), made.advised, partial(require_batch, count=300), able)
     made.begin(requests)
     return requests
 
@@ -172,11 +168,6 @@ def test_a_button_posts_a_request_and_shows_it_until_the_run_has_answered(label)
     assert message not in words(made)
 
 
-def test_two_clicks_in_one_long_step_are_one():
-    requests = running(made := panel())
-    assert [made.click("pause"), made.click("pause"), requests.paused] == [None, None, True]
-
-
 def test_a_change_is_pending_until_applied_with_what_was_requested_since_and_one_that_the_run_refuses_is_not_wanted():
     made = panel(lr=1e-3, batch_size=64)
     requests = running(made)
@@ -197,7 +188,7 @@ def test_a_change_is_pending_until_applied_with_what_was_requested_since_and_one
     assert "batch_size 512 is larger than the train split (300 samples)" in words(made)
 
 
-def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
+def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends_and_two_clicks_in_a_long_step_are_one():
     made = panel()
     requests = running(made)
     disabled = {name for name, field in made.fields.items() if field.disabled}
@@ -206,6 +197,7 @@ def test_what_a_started_run_keeps_is_disabled_with_the_reason_until_it_ends():
     assert "fixed in a started run: its model and optimizer depend on it" in words(made)
     made.fields["optimizer"].value = "sgd"  # as a front end that lags behind might
     assert requests.state.plan.optimizer == made.fields["optimizer"].value == "adamw"
+    assert [made.click("pause"), made.click("pause"), requests.paused] == [None, None, True]
     made.end()
     assert not any(field.disabled for field in made.fields.values())
 

@@ -221,8 +221,7 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     """Also where it is stopped and resumed."""
     step = 2 * STEPS + 3
     actions = {step: asking(folder, epochs=1), step + 2: asking(folder, "stop")}
-    run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
-    assert texts(run, "change") == ["epochs 4 → 1"]
-    run = nb.fit(toy, pack, None, run, **QUIET)
+    assert texts(nb.fit(acting(actions), pack, PLAN, folder, **QUIET), "change") == ["epochs 4 → 1"]
+    run = nb.fit(toy, pack, None, nb.Run.open(folder, toy), **QUIET)
     assert len(run.history.of("epoch")) == len(run.summary()) == 3
     assert (last_step(folder), "3 of 3 epochs" in repr(run), run.plan.epochs) == (3 * STEPS, True, 1)

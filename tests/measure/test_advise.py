@@ -39,8 +39,7 @@ GUIDED = {  # as torch sees machines: total_memory, capability → batch, lr, wa
     "MPS": (Machine("mps", "Apple GPU", cores=10), 64, 2e-4, 0, "off"),
     "CPU": (Machine("cpu", "CPU", cores=2), 64, 2e-4, 0, "off"),
 }
-MACHINES = {name: row[0] for name, row in GUIDED.items()}
-A100 = MACHINES["8 × A100-80"]
+A100 = GUIDED["8 × A100-80"][0]
 
 
 def card(train: int) -> Card:
@@ -54,7 +53,7 @@ def with_plan(**changes) -> Any:
 
 @pytest.mark.parametrize("name", GUIDED)
 def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_origin(name):
-    advice = decide(CAPTCHA, card(50_030), MACHINES[name])
+    advice = decide(CAPTCHA, card(50_030), GUIDED[name][0])
     plan, before = advice.plan, CAPTCHA.PLAN.to_dict()
     assert (plan.batch_size, plan.lr, plan.warmup_epochs, plan.amp, plan.workers) == (*GUIDED[name][1:], 0)
     changed = {key for key, value in plan.to_dict().items() if value != before[key]}
@@ -62,8 +61,8 @@ def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_orig
     assert all("rule of thumb" in advice.reasons[key] for key in ("batch_size", "lr", "warmup_epochs", "amp"))
     for key in ("batch_size", "lr", "warmup_epochs") if plan.batch_size > 64 else ():
         assert re.search(r"rule of thumb \((captcha guide|guide to large batches|arXiv \d|ours)", advice.reasons[key])
-    reading = decide(with_plan(feed="workers"), card(50_030), MACHINES[name])
-    assert reading.plan.workers == min(MACHINES[name].cores, 8)
+    reading = decide(with_plan(feed="workers"), card(50_030), GUIDED[name][0])
+    assert reading.plan.workers == min(GUIDED[name][0].cores, 8)
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,7 @@ def test_evaluations_are_as_rare_as_the_measured_time_of_one_says(tmp_path, scor
     vars(job)["PLAN"] = job.PLAN.replace(epochs=30, eval_samples=samples)
     advice = measured(job, toy.make_pack(tmp_path, count=600), seconds=60.0)
     assert advice.plan.eval_every == every
-    assert re.fullmatch(
-        r"an evaluation takes about \d+ % of an epoch's time: measured here", advice.reasons["eval_every"]
-    )
+    assert advice.reasons["eval_every"].endswith(" % of an epoch's time: measured here")
 
 
 def test_what_was_measured_has_its_evidence_is_kept_next_to_the_pack_and_comes_back_for_that_pack_only(pack, tmp_path):

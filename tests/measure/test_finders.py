@@ -192,7 +192,7 @@ def test_a_trial_takes_its_share_of_the_time_and_chooses_nothing_where_it_would_
     assert trial.steps >= 100 or said
 
 
-def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_outside(spirals, monkeypatch):
+def test_the_trial_is_part_of_the_advice_shown_as_a_table_and_changes_nothing_outside(spirals):
     net = problems.points(3, 2)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     torch.manual_seed(3)
@@ -203,8 +203,6 @@ def test_the_trial_is_kept_with_the_advice_shown_as_a_table_and_changes_nothing_
     trial: Any = advice.lr_trial
     assert advice.plan.lr == trial.lr
     assert all(f"{each.loss:.3g}" in advice.reasons["lr"] for each in trial.candidates[-2:] if each.loss)
-    monkeypatch.setattr("nbtools.measure.advisor.lr_trial", None)  # nothing is tried again
-    assert advised(nb.classify(net), spirals).lr_trial == trial
     assert "chosen" in str(trial)
 
 

@@ -74,10 +74,12 @@ def test_cold_start_is_known_of_a_new_run_of_ten_steps_alone_and_within_its_time
     assert (cold[:2], 0 < cold[2] < monotonic() - start) == ([None, None], True), "an epoch has eight steps"
 
 
-def test_before_and_after_are_deterministic_each_as_its_plan_says(pack):
+def test_before_and_after_are_deterministic_each_as_its_plan_says_and_without_source_files_both_read_the_pack(pack):
     seen, enabled = set[tuple[bool, bool]](), torch.are_deterministic_algorithms_enabled
     task = toy.with_(loss=lambda *of: seen.add((of[2].deterministic, enabled())) or toy.loss(*of))
-    receipt(task, pack, toy.PLAN.replace(deterministic=True), seconds=0.02)
+    found = receipt(task, dataclasses.replace(pack, raw=None), toy.PLAN.replace(deterministic=True), seconds=0.02)
+    assert "the data pipeline was not measured" in str(found)
+    assert "+ packed feed" not in [rung.name for rung in found.rungs]
     assert seen == {(False, False), (True, True)}
 
 
@@ -111,12 +113,6 @@ def test_the_guides_settings_are_measured_next_to_its_before_in_passes_that_fit_
     notes = " ".join(measured(job, pack).notes)
     assert "Memory ran out with guide's optimised: measured in passes of 32 samples" in notes
     assert "Memory ran out" not in str(measured(Job(), pack, toy.PLAN.replace(micro_batch_size=8)))
-
-
-def test_without_the_source_files_the_receipt_says_that_data_was_not_measured(pack):
-    found = receipt(toy, dataclasses.replace(pack, raw=None), toy.PLAN, seconds=0.02)
-    assert "the data pipeline was not measured" in str(found)
-    assert "+ packed feed" not in [rung.name for rung in found.rungs]
 
 
 TASKS: dict[str, Any] = {"captcha": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
