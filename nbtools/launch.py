@@ -1,7 +1,6 @@
 """Runs in other processes: `watch` shows one, and sends it requests through `control.json`; `launch` starts `nb.fit` in
 several under torchrun, and watches them."""
 
-import json
 import os
 import pickle
 import signal
@@ -44,21 +43,20 @@ def watch(run: Run | str | Path, wait: float = 60.0) -> Run:
     with live.FirstSignal(signal.SIGINT, lambda: None) as ctrl_c:
         remote.follow(lambda: busy(folder) and not ctrl_c.came)
     if busy(folder):
-        stop = f"python -m nbtools control {folder} stop"
-        remote.tell(f"{folder} is still training; call nb.watch again, or ask it to stop: {stop}")
+        remote.tell(f"{folder} is still training; watch it again, or stop it: python -m nbtools control {folder} stop")
     return Run.open(folder)
 
 
 class Remote(live.View):
     """A View of a run in another process. given: the panel or the Advice to show; None: the run's plan. sent: actions
-    that it has not taken yet; asked: the plan and the pause that it was asked for."""
+    that it has not taken yet; asked: the plan and the pause that it was asked for. paused: what it last said itself."""
 
     def __init__(self, run: Run, given: Any = None, show: bool = True):
         super().__init__(run.folder, run.history, run.plan, run.card, run.index.get("metric", "-loss"), given, show)
         self.run, self.plans, count = run, live.Plans(run.plan, run.plan), run.card.splits["train"]
         advised = live.advised_plan(run.folder, run.plan)
         self.requests = live.Requests(self.plans, advised, lambda new: new.require_batch(count))
-        self.sent, self.asked = set[str](), (run.plan, False)
+        self.sent, self.asked, self.paused = set[str](), (run.plan, False), False
         self.status = live.TRAINING if self.history.rows else live.STARTING
 
     def follow(self, lasts: Callable[[], bool]) -> None:
@@ -107,6 +105,9 @@ class Remote(live.View):
             new = self.history.rows[next((i for i, (old, now) in enumerate(pairs) if old != now), len(before)) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
+            if self.paused != (paused := "paused" in self.run.index):
+                self.paused = self.requests.paused = paused
+                self.asked = self.asked[0], paused
         back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))
         if plan != self.plans.applied or any(row.get("mark") for row in new) or any(back):
             self.plans.plan = self.plans.applied = plan
@@ -223,7 +224,7 @@ def reporting(act: Callable[[], Any]) -> Any:
 def failure(place: Path) -> str:
     """Return why it failed: the latest error that is not about another rank, else what torchrun says."""
     for path in sorted(place.glob("*/*/*/error.json"), key=os.path.getmtime, reverse=True):
-        message = json.loads(path.read_text())["message"]  # what torch's `record` wrote
+        message = read_json(path)["message"]  # what torch's `record` wrote
         kind = message["message"].partition(":")[0]
         if kind != RankLost.__name__:
             trace = "" if hasattr(errors, kind) else f"\n{message['extraInfo']['py_callstack']}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import nn
 
 from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, digest, items_of, local, retry, say
@@ -132,7 +131,7 @@ class Run:
         best = f", best {self.reached}" if self.reached else ""
         return f"Run {self.folder}: {done} of {plural(max(done, self.plan.epochs), 'epoch')}{best}"
 
-    def model(self, device: torch.device | str | None = None) -> nn.Module:
+    def model(self, device: torch.device | str | None = None) -> torch.nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
         model = train.build(self.task, self.card, self.plan)
         try:

@@ -37,10 +37,11 @@ class Surface(View):
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         super().__init__(folder, history, state.plan, pack.card, state.task.BEST, given, show)
         self.state, self.pack, self.sampler = state, pack, None
-        self.previews = Previews(state, pack, checkpoint.read_index(folder).get("samples"))
+        index = checkpoint.read_index(folder)
+        self.previews = Previews(state, pack, index.get("samples"))
         self.requests = Requests(state, advised_plan(folder, state.plan), partial(require_change, state), self.able)
         self.messages, self.interrupts = Messages(), FirstSignal(signal.SIGINT, partial(self.requests.post, "stop"))
-        self.looked, self.looking = 0.0, False
+        self.looked, self.looking, self.held = 0.0, False, "paused" in index
         self.undoable: Callable[[], bool] = bool
         self.status = facts.DONE if state.over else facts.COMPILING if state.plan.compile else facts.TRAINING
         self.entered = ExitStack()
@@ -126,6 +127,9 @@ class Surface(View):
                 requests.receive(self.folder, self.requests)
             except NbtoolsError as error:
                 self.answer(f"{REFUSED}{error}")
+        if self.held != self.requests.paused:  # as the index says, for who watches it from elsewhere
+            self.held = self.requests.paused
+            checkpoint.mark(self.folder, paused=self.held or None)
         return self.requests.paused or bool(self.requests.pending)
 
     def answer(self, message: str, asked: str = "") -> None:

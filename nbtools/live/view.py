@@ -19,7 +19,6 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import Card, bar, in_notebook, say
 from nbtools.live import draw, facts, samples
-from nbtools.live.facts import TRAINING, About, line_of
 from nbtools.live.panel import Panel, bundle_of
 from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.show import UNIT, number
@@ -48,7 +47,7 @@ class View:
     def __init__(self, folder: Path, history: History, plan: Plan, card: Card, best: str, given: Any, show: bool):
         self.folder, self.history, self.progress = folder, history, show
         best, since = best if card.splits["val"] else "", history.rows[-1]["step"] if history.rows else 0
-        self.about = About(folder.name, self.epochs(plan), card.splits["train"], best, since)
+        self.about = facts.About(folder.name, self.epochs(plan), card.splits["train"], best, since)
         self.columns, self.events = Columns(), list[str]()
         self.cards: Sequence[samples.Preview] = ()
         self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
@@ -65,14 +64,14 @@ class View:
         begun = (row["epoch"] + 1 for row in reversed(self.history.rows) if row["kind"] in ("step", "epoch"))
         return max(plan.epochs, next(begun, 0))
 
-    def start(self, status: str = TRAINING) -> None:
+    def start(self, status: str = facts.TRAINING) -> None:
         """Put the live view into the output of the running cell."""
         self.draw(status)
         if self.output is not None:
             self.output.lives, text = True, f"{PLOT_FILE} in {self.folder} shows how the run went"
             show(bundle_of(self.output.view, text), self.output.name)
 
-    def draw(self, status: str = TRAINING) -> None:
+    def draw(self, status: str = facts.TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
         run continues without charts. status: the run's state."""
         if self.output is None or (time.monotonic() < self.due and not self.output.stale):
@@ -95,7 +94,7 @@ class View:
         if record.kind in ("event", "change"):
             self.tell(record.values["what"])
         if record.kind in ("epoch", "evaluation"):
-            self.log(line_of(record, self.about))
+            self.log(facts.line_of(record, self.about))
         if record.kind == "step":
             self.bar.update(max(record.samples - self.bar.n, 0))
             if "loss" in record.values:
@@ -133,7 +132,7 @@ class View:
         """Draw the picture that stays when this kernel is gone, if it is due."""
         if time.monotonic() >= self.next_still:
             self.next_still = time.monotonic() + STILL_EVERY
-            self.still(TRAINING)
+            self.still(facts.TRAINING)
 
     def finish(self, previews: list[samples.Preview], status: str, write: bool = False) -> None:
         """Replace the live view by the final picture. status: how the run ended; write: also into the run folder."""

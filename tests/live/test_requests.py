@@ -18,6 +18,7 @@ import nbtools as nb
 from nbtools import __main__ as terminal
 from nbtools.errors import TrainError
 from nbtools.guard import WATCHED
+from nbtools.launch import Remote
 from nbtools.live import send
 from nbtools.run import busy
 from nbtools.train import CONTROL, checkpoint
@@ -46,12 +47,15 @@ def test_pause_stops_the_steps_saves_and_evaluates_and_resume_goes_on_bit_equal(
 
     def user():
         until(lambda: last_step(folder) == 3, "the pause")
+        remote = Remote(nb.Run.open(folder, toy), show=False)
+        until(lambda: remote.read() or remote.requests.paused, "the pause, as it is seen elsewhere")
         send(folder, ["evaluate", "undo", "best"])
         for answer in ("evaluation,", "no best checkpoint yet", "no change to undo"):
             until(lambda answer=answer: answer in history_of(folder), answer)
         time.sleep(0.2)
         counts.append(len(task.seen))
         send(folder, ["resume"])
+        until(lambda: remote.read() or not remote.requests.paused, "its end there")
 
     with beside(folder, user):
         run = nb.fit(task, pack, PLAN, folder, **QUIET)
