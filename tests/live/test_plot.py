@@ -7,7 +7,6 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from html import escape
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -99,10 +98,9 @@ def test_the_x_axis_is_steps_samples_or_minutes():
         assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
 
 
-def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(tmp_path, monkeypatch):
+def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(view, "in_notebook", lambda: True)
-    card: Any = SimpleNamespace(splits={"train": 3200, "val": 50})
-    made: Any = view.View(tmp_path, history(), toy.PLAN, card, "accuracy", None, True)
+    made: Any = view.View(tmp_path, history(), toy.PLAN, pack.card, "accuracy", None, True)
     made.output.log += [["epoch", "loss", "lr"]] * 100_000
     made.draw()
     assert made.due - time.monotonic() > 20, "at such a length, and not after a second"

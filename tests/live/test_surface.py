@@ -47,8 +47,7 @@ def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_ne
     kernel.end(request)
     views = [each["data"][VIEW]["model_id"] for each in kernel.own("display_data", request) if VIEW in each["data"]]
     comms = kernel.run("print(*get_ipython().kernel.comm_manager.comms)").split()
-    assert (len(views), {*views} <= {*comms}) == (1, True), "for a page that is opened again"
-    assert len(comms) < 30, "of three runs, each with a panel of its own"
+    assert (len(views), {*views} <= {*comms}, len(comms) < 30) == (1, True, True), "of three runs with their own panels"
     page = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     for message in kernel.said:
         if parent(message) == request and message["msg_type"] in ("display_data", "update_display_data"):
