@@ -44,8 +44,7 @@ def write(run: Run, path: Path, pack: Pack | None) -> Path:
 
 
 class Graph(nn.Module):
-    """A network that takes its batch as tensors in the order of their names, and returns a tuple of tensors, those of
-    its outputs that are `taken`."""
+    """A network that takes its batch as tensors in the order of their names, and returns a tuple of those `taken`."""
 
     def __init__(self, network: nn.Module, names: list[str], taken: Callable[[Any], Any]):
         super().__init__()

@@ -285,8 +285,7 @@ def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) 
     goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
     own = [] if options.image is None else [options.image]
     idle = [name for name in frame if name.startswith("Unnamed: ")]  # an index, or what is behind a last comma
-    whole = [name for name in frame.select_dtypes("integer") if name not in (*goals, besides)]
-    idle += [name for name in whole if re.fullmatch(COUNT, name) and frame[name].is_unique]
+    idle += [name for name in frame.select_dtypes("integer") if re.fullmatch(COUNT, name) and frame[name].is_unique]
     rest = own or [name for name in frame if name not in (*goals, besides, *idle)]
     if progress and idle and rest != own and options.inputs is None:
         say(f"unnamed columns and row numbers are left out: {', '.join(idle)}; inputs=[…] includes them")

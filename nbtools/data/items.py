@@ -28,6 +28,7 @@ VERSION = 10  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
+HELD = "_fingerprint", "targets", "labels", "samples"  # attributes of Datasets that tell of all items
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points", "mean", "std")
 
@@ -222,8 +223,7 @@ class Items:
             known = range(len(part)) if isinstance(part, KNOWN) else ()
             digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
             while part is not None:  # what Datasets say of all their items, also those below Subsets
-                held = "_fingerprint", "targets", "labels", "samples"  # of Hugging Face, of torchvision
-                digest.update(mark({name: getattr(part, name, None) for name in held}))
+                digest.update(mark({name: getattr(part, name, None) for name in HELD}))
                 part = getattr(part, "dataset", None)
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()

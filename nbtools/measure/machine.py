@@ -52,10 +52,6 @@ READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {  # fi
     "throttle": ("CurrentClocksEventReasons", (), lambda bits: tuple(REASONS[bit] for bit in REASONS if bits & bit)),
     "processes": ("ComputeRunningProcesses", (), lambda running: tuple(process.pid for process in running)),
 }
-CGROUPS = {  # of both versions, where a container reads its limit of RAM and its use
-    "/sys/fs/cgroup": ("memory.max", "memory.current"),
-    "/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-}
 
 
 @dataclass(frozen=True)
@@ -232,11 +228,10 @@ def room(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     free = [kilobytes("/proc/meminfo", "MemAvailable:")]
-    for place, names in CGROUPS.items():
-        with suppress(ValueError):  # there is no such file, or no limit
-            limit, used = (int(line_of(f"{place}/{name}", "")) for name in names)
-            cached = int(line_of(f"{place}/memory.stat", "inactive_file"))  # of files, which make room
-            free.append(max(limit - used + cached, 0))
+    with suppress(ValueError):  # of a container; elsewhere there is no such file, or no limit
+        limit, used = (int(line_of(f"/sys/fs/cgroup/memory.{name}", "")) for name in ("max", "current"))
+        cached = int(line_of("/sys/fs/cgroup/memory.stat", "inactive_file"))  # of files, which make room
+        free.append(max(limit - used + cached, 0))
     return min(free) if free[0] else None
 
 

@@ -277,8 +277,7 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a class or a function with what else decides its result: keywords of a partial, and plain
-    values of a closure or an object."""
+    """Return the name of a class or function, with keywords of a partial and plain values of a closure or object."""
     inner = getattr(function, "func", function)
     held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})
     held = inspect.getclosurevars(inner).nonlocals if isinstance(inner, FunctionType) else held

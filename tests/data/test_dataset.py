@@ -220,7 +220,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "text= needs a text column, not a;": (frame(), {"text": len}),
     "several targets must be numeric, got a, b; name one": (frame(b="u"), {"target": ["a", "b"]}),
     "drive:x: data must go to a local disk": (frame(), {"into": "drive:x"}),
-    "a column, a key of dicts or 20 values, got 2": (Items(vector), {"groups": [1, 2]}),
+    "a column of a table or 20 values, got 2": (Items(vector), {"groups": [1, 2]}),
     "'p' has the splits: pass .*test=df.df.'p'. == 'test'": (frame(f="1.png", p=["dev", "test"] * 10), {"image": "f"}),
     "not numeric: b, c, d; .*get_dummies.*decimal": (frame(b="u", c=pd.Categorical([10, 20] * 10), d=np.nan), {}),
     "No such file or directory; check the path a/5.png, its ending": ([(Path("a/5.png"), 0)] * 20, {}),
@@ -428,8 +428,6 @@ def test_splits_given_share_their_classes():
     assert (made.splits, made.classes, made.names[30]) == (sizes, names, "val/item 0")
     assert pack(frame(g=None), groups="g").splits["train"] == 16, "what has no group is one of its own"
     assert sorted(pack(frame(), groups=pd.Series(np.arange(20) // 5)).splits.values()) == [5, 5, 10]
-    made = pack([{"x": 0.5, "y": i % 2, "g": i // 5} for i in range(20)], groups="g")
-    assert (sorted(made.splits.values()), [*made.columns]) == ([5, 5, 10], ["x", "y"])
     names = [Items(lambda i: (0.5, i % 2), 6, classes=names) for names in (["ant", "bee"], ["eel", "bee"])]
     made = pack(train=names[0], val=names[1], test=0)  # as ImageFolder numbers a split that lacks a class
     assert [made.classes[y] for y in made.arrays["y"]] == ["ant", "bee"] * 3 + ["eel", "bee"] * 3

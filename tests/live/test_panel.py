@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from functools import partial
 from html import escape, unescape
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from nbtools.errors import PlanError
 from nbtools.live import Panel, Plans, Requests
 from nbtools.measure import Advice
-from nbtools.train import knob, require_batch
+from nbtools.train import knob
 from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -39,7 +38,7 @@ def panel(reasons=None, baseline=None, optimised=None, **chosen):
 
 def running(made, able=lambda action: True):
     """The requests to a run that this panel belongs to, which has 300 training samples."""
-    requests = Requests(Plans(made.plan, made.plan), made.advised, partial(require_batch, count=300), able)
+    requests = Requests(Plans(made.plan, made.plan), made.advised, lambda new: new.require_batch(300), able)
     made.begin(requests)
     return requests
 
