@@ -4,6 +4,7 @@ import re
 import shutil
 from typing import Any
 
+import browser
 import own
 import pytest
 import toy
@@ -39,6 +40,17 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     assert not re.search(r"\d\.\d{7}", str(compared)), "three digits"
     for title in ("validation loss", "accuracy", "learning rate"):
         assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
+
+
+@pytest.mark.browser
+def test_its_charts_answer_the_pointer_with_the_values_of_every_run(runs, chromium):
+    with browser.chromium(chromium) as window:
+        page = window.new_page()
+        page.set_content(nb.compare(*runs)._repr_html_())
+        page.locator(".nbt-plot").first.hover()
+        under = page.locator(".nbt-at").first.inner_text()
+    assert re.match(r"step \d+\n", under)
+    assert all(re.search(rf"{re.escape(str(run.folder))} [\d.]+", under) for run in runs), under
 
 
 def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
