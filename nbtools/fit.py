@@ -192,7 +192,7 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: flo
 def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | None:
     """Watch the loop, and do what is requested; return the seconds from the call to the tenth step of a new run."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
-    run.history, new, cold_start = job.history, not state.step, None
+    run.history, run.settle, new, cold_start = job.history, job.wait, not state.step, None
     # Closed here and not with the traceback, which would keep the feed and its threads.
     with closing((guard := Guard(job)).records()) as records:
         for record in records:
@@ -203,8 +203,6 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
             job.log(record)
             surface.update(record)
             run.plan = state.applied
-            if callbacks and record.kind == "epoch":
-                job.wait()  # a callback may ask for the best weights so far
             for function in callbacks if record.values else ():
                 if function(record, run) == "stop" and not state.over:
                     surface.requests.post("stop", by=f"the callback {getattr(function, '__name__', function)}")

@@ -105,7 +105,7 @@ class Remote(live.View):
             new = self.history.rows[next((i for i, (old, now) in enumerate(pairs) if old != now), len(before)) :]
         with suppress(CheckpointError):  # of a folder that was moved, or in which another run begins
             plan = as_plan(type(plan), read_json(self.run.folder / PLAN))
-            if self.paused != (paused := "paused" in self.run.index):
+            if self.paused != (paused := "paused" in self.run.index) and self.requests.paused == self.asked[1]:
                 self.paused = self.requests.paused = paused
                 self.asked = self.asked[0], paused
         back = (row for row in new if row.get("asked") == "undo" or f"{row.get('what')}".startswith(live.REFUSED))

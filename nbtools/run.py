@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,6 +35,7 @@ class Run:
     def __init__(self, folder: Path, task: TaskLike | None, card: Card, plan: Plan):
         self.folder, self.known, self.card, self.plan = folder, task, card, plan
         self.events: list[str] = []
+        self.settle: Callable[[], object] = bool  # waits until what is to be saved is, for callbacks of a run
 
     @classmethod
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
@@ -59,6 +60,7 @@ class Run:
     @property
     def index(self) -> dict[str, Any]:
         """Return the content of `run.json`."""
+        self.settle()
         return checkpoint.read_index(self.folder)
 
     @cached_property
@@ -134,6 +136,7 @@ class Run:
     def model(self, device: torch.device | str | None = None) -> torch.nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
         model = train.build(self.task, self.card, self.plan)
+        self.settle()
         try:
             model.load_state_dict(checkpoint.weights(self.folder))
         except RuntimeError as error:

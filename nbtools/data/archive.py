@@ -165,8 +165,7 @@ def decode_names(text: str, names: list[str | bytes]) -> list[str]:
 
 
 def code_page(raw: bytes) -> str:
-    """Return the encoding that names without a mark most likely have: UTF-8, or that of China, Japan, or the West,
-    where Asian ones have signs for drawing boxes. Common Chinese characters are those of GB 2312."""
+    """Return the encoding that unmarked names most likely have; in cp437 Asian ones have signs for drawing boxes."""
     asian = re.search(r"[^\0-\x7f\u00c0-\u00ff]", raw.decode("cp437"))
     for encoding, common in PAGES if asian else PAGES[:1]:
         with contextlib.suppress(UnicodeError):

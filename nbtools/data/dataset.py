@@ -75,7 +75,7 @@ def pack(
     pad, squash. points: columns, also the target's, of (…, 2) x, y or (…, 4) x1, y1, x2, y2 in pixels. mean, std: per
     channel of images in 0…1; by default those of the training split, or of 64 items with store=False: then no copy is
     made, and each epoch reads the Dataset. into: a folder for the pack; by default in the cache, named by options and
-    data (of a lazy Dataset 64 items and its `targets`, `labels` or `samples`). like: as `run.pack` passes it.
+    data (of a lazy Dataset 64 items and its `targets` or `labels`). like: as `run.pack` passes it.
     Items that cannot be used are listed in `pack.bad`. Raises PackError, DiskError or StageError.
     """
     if more or hasattr(target, "shape"):

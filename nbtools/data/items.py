@@ -28,7 +28,7 @@ VERSION = 10  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
-HELD = "_fingerprint", "targets", "labels", "samples"  # attributes of Datasets that tell of all items
+HELD, FLAT = ("targets", "labels", "_fingerprint"), (str, list, np.ndarray, torch.Tensor)  # what Datasets say of all
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points", "mean", "std")
 
@@ -223,7 +223,8 @@ class Items:
             known = range(len(part)) if isinstance(part, KNOWN) else ()
             digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
             while part is not None:  # what Datasets say of all their items, also those below Subsets
-                digest.update(mark({name: getattr(part, name, None) for name in HELD}))
+                held = {name: getattr(part, name, "") for name in HELD[: 3 if self.options.store else 2]}
+                digest.update(mark({n: x for n, x in held.items() if isinstance(x, FLAT) and np.ndim(x[:1]) < 2}))
                 part = getattr(part, "dataset", None)
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()

@@ -51,9 +51,9 @@ class Requests:
 
     def post(self, action: str, by: str = "you") -> None:
         """Request one of ACTIONS."""
-        if action in ("pause", "resume"):
+        if action in ("pause", "resume", "stop"):
             self.paused = action == "pause"
-        else:
+        if action not in ("pause", "resume"):
             self.pending.add(action)
             self.stopper = by if action == "stop" else self.stopper
 

@@ -20,7 +20,7 @@ from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
-from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, set_training, title_of
+from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, title_of
 
 REHEARSED = 8  # samples
 
@@ -73,16 +73,13 @@ class Answered:
 
 @torch.no_grad()
 def forward(task: TaskLike, model: nn.Module, raw: Batch, plan: Plan) -> tuple[Any, Any]:
-    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which ends with it."""
-    task, training = as_task(task), model.training
+    """Return (batch, outputs) of a raw batch in evaluation: never augmented, in eval mode, which the next step ends."""
+    task = as_task(task)
     model.eval()
-    try:
-        batch = task.batch(raw, plan, None)
-        with autocast(plan, next(iter(raw.values())).device):
-            outputs = task.infer(model, batch, plan)
-        return batch, tree_map_only(Tensor, lambda x: x.float() if x.dtype in DTYPES.values() else x, outputs)
-    finally:
-        set_training(model, training)
+    batch = task.batch(raw, plan, None)
+    with autocast(plan, next(iter(raw.values())).device):
+        outputs = task.infer(model, batch, plan)
+    return batch, tree_map_only(Tensor, lambda x: x.float() if x.dtype in DTYPES.values() else x, outputs)
 
 
 def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, metrics: Any = None) -> dict[str, Pair]:
@@ -168,8 +165,8 @@ def rehearse(state: Any, pack: Pack) -> None:
                 state.events.append("without a validation split early_stop and plateau do nothing; pack with val=0.1")
             if last := spoiling_layer(task, outputs, ends):
                 state.events.append(f"{task.spoilt}; leave out the {last} at its end")
-            if odd and odd[0] in DTYPES.values():
-                state.events.append(f"the weights are {odd[0]}, too coarse for small updates; net.float() is not")
+            if half := [p.dtype for p in state.parameters if p.dtype in DTYPES.values()]:
+                state.events.append(f"the weights are {half[0]}, too coarse for small updates; net.float() is not")
     except torch.OutOfMemoryError:
         return  # the first step takes smaller parts
     except NbtoolsError:

@@ -26,8 +26,7 @@ CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
 POISSON = (nn.PoissonNLLLoss, F.poisson_nll_loss)
 KL = (nn.KLDivLoss, F.kl_div)
-SIGNS = (nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.hinge_embedding_loss)
-UNSCALED = (*LOGISTIC, *POISSON, *KL, *SIGNS, nn.BCELoss, F.binary_cross_entropy)
+UNSCALED = (*LOGISTIC, *POISSON, *KL, nn.BCELoss, F.binary_cross_entropy, nn.SoftMarginLoss, F.soft_margin_loss)
 """Losses of probabilities, counts and signs: y means something as it is."""
 METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)}
 
@@ -94,7 +93,9 @@ class classify(Task):
 
     @property
     def spoiling(self) -> tuple[Any, ...]:
-        """Return the layers that must not be the network's last with the default loss."""
+        """Return the layers that must not be the network's last for this loss."""
+        if self.kind == "values":
+            return () if is_of(self.criterion, UNSCALED) else (nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
         return () if self.criterion is not None else (nn.Softmax, nn.Sigmoid)
 
     def model(self, card: Card, plan: Any) -> nn.Module:
@@ -163,10 +164,6 @@ class regress(classify):
         if self.criterion is not None:
             return terms(self.criterion, outputs, y)
         return F.mse_loss(outputs, y, reduction="sum"), y.numel()
-
-    @property
-    def spoiling(self) -> tuple[Any, ...]:
-        return () if is_of(self.criterion, UNSCALED) else (nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
 
     def in_units(self, outputs: Any) -> Tensor:
         """Return values in the targets' own unit."""

@@ -125,7 +125,7 @@ class Plan(Settings):
         lr = resized.lr if factor == 1 else float(f"{resized.lr * factor:.12g}")  # there and back is the same lr
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
         share = 1.0 if self.warmup_epochs <= resized.epochs else resized.epochs / self.epochs
-        lowered = {"min_lr": min(self.min_lr, lr), "warmup_epochs": self.warmup_epochs * share}
+        lowered = {"min_lr": min(self.min_lr, lr), "warmup_epochs": min(self.warmup_epochs * share, resized.epochs)}
         follow = {"micro_batch_size": micro, "lr": lr, **lowered}
         new = resized.replace(**{**follow, **settings})
         return new.marked(self._advised.difference(settings, new.changes_from(self)))

@@ -184,12 +184,7 @@ class TrainState:
         return not bool(torch.stack([torch.isfinite(each).all() for each in (self.meter.loss, *self.parameters)]).all())
 
     def facts(self) -> dict[str, Any]:
-        """Return the plain part of the state, for JSON. Waits for the device. Raises TrainError for moments that no
-        checkpoint holds."""
-        plain = {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)}
-        if odd := [name for name, value in plain.items() if not isinstance(value, int | float | str | None)]:
-            rule = f"{type(self.optimizer).__name__} keeps {odd[0]} as a {type(plain[odd[0]]).__name__}"
-            raise TrainError(f"{rule}, and a checkpoint holds tensors and numbers; choose another optimizer")
+        """Return the plain part of the state, for JSON. Waits for the device."""
         return {
             "position": copy.deepcopy({name: getattr(self, name) for name in POSITION}),  # written while it trains on
             "meter": self.meter.facts(),
@@ -198,7 +193,7 @@ class TrainState:
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict(),
             "groups": [{k: v for k, v in g.items() if type(v) in (int, float)} for g in self.optimizer.param_groups],
-            "optimizer": plain,
+            "optimizer": {name: value for name, value in self.moments().items() if not isinstance(value, Tensor)},
         }
 
     def tensors(self) -> dict[str, Tensor]:

@@ -221,7 +221,7 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
     inputs, start = card.options["inputs"], f"{type(model).__name__}.forward"
     parameters = inspect.signature(model.forward).parameters.values()
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    kinds = {p.kind for p in parameters}
+    kinds = {p.kind for p in parameters if not plain}  # forward(**columns), or a wrapper's (*args, **kwargs)
     if plain and plain[0].name == "batch":
         return (), False
     offered = [*inputs, *(f"{name}_length" for name in inputs if card.columns[name].kind == "ragged")]
@@ -231,8 +231,8 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
         came = f"which columns are {', '.join(unknown)}? The pack has {', '.join(offered)}"
         fix = "name the parameters after the columns, or take the whole dict: forward(self, batch)"
         raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
-    anything = not plain and Parameter.VAR_KEYWORD in kinds  # forward(**columns), or a wrapper's (*args, **kwargs)
-    by_name = anything and (len(inputs) > 1 or Parameter.VAR_POSITIONAL not in kinds)
+    named = Parameter.VAR_POSITIONAL not in kinds or (len(inputs) > 1 and "x1" not in inputs)  # no tuple's parts
+    by_name = Parameter.VAR_KEYWORD in kinds and named
     return tuple(columns or inputs), bool(columns) or by_name
 
 
@@ -277,12 +277,14 @@ def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, s
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a class or function, with keywords of a partial and plain values of a closure or object."""
+    """Return the name of a class or function, with keywords of a partial and plain values of a closure or an object."""
     inner = getattr(function, "func", function)
     held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})
     held = inspect.getclosurevars(inner).nonlocals if isinstance(inner, FunctionType) else held
     plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | None)}
-    settings = ", ".join(f"{n}={value!r}" for n, value in {**plain, **getattr(function, "keywords", {})}.items())
+    given = {**plain, **getattr(function, "keywords", {})}
+    named = (name for name in given if name[0] != "_" and name not in ("training", "device"))
+    settings = ", ".join(f"{n}={qualified_name(given[n]) if callable(given[n]) else repr(given[n])}" for n in named)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return f"{name}({settings})" if settings else name
 

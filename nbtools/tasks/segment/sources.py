@@ -45,7 +45,7 @@ class Source:
         self.labels: list[str] = []
         self.splits: dict[str, str] = {}  # of images that a list names without their labels
         self.names = {compose(name): name for name in walk(folder)}
-        self.bare = {bare(name): name for name in self.having(*IMAGES)}
+        self.bare = {bare(compose(name)): name for name in self.having(*IMAGES)}
         for name in self.having(".txt", ".csv"):
             self.read_list(name)
         self.pair()
@@ -83,7 +83,7 @@ class Source:
             return
         for number, cells in rows:
             image, label = (self.find(cell, name) for cell in (*cells, "")[:2])
-            if image and label:
+            if image and label and image != label:
                 split = word or parse_path(name)[0] or parse_path(image)[0]
                 self.add(Item(image, split, label), f"{name}:{number}")
             else:

@@ -199,7 +199,7 @@ def read_clip(path: Path, options: Mapping[str, Any]) -> tuple[Sample, list[Row]
     sample.pop(TIMES, None)
     if "x" in sample and MASK not in sample:
         sample[MASK] = sample["x"].reshape(-1, POINTS, 2).any(2)
-    if "x" in sample and not sample[MASK].any():
+    if "x" in sample and "features" not in sample and not sample[MASK].any():
         raise Refused("none", "a clip must show a point in some frame", AGAIN)
     return sample, warnings
 
