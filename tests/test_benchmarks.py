@@ -37,7 +37,7 @@ def test_contestants_run_in_turns_and_are_paired_within_a_round():
 
 
 PROMISED = {
-    "overhead": ("loop_overhead", "µs/step"),
+    "overhead": ("loop_overhead", "×"),
     "surface": ("surface_cost", "%"),
     "knobs": ("knobs_gain", "×"),
     "your_own": ("your_own_decoding_ratio", "×"),
@@ -68,7 +68,7 @@ def figures(name: str) -> dict[str, Any]:
 
 
 KEPT = {  # (receipt, figure) → (the least, the most that it promises)
-    ("loop_overhead", "loop_overhead"): (0, 100),
+    ("loop_overhead", "loop_overhead"): (1, 1.25),  # 100 µs where a bare step of this size takes 400
     ("surface_cost", "surface_cost"): (0, 1),
     ("your_own_decoding_ratio", "your_own_decoding_ratio"): (2, 100),  # of the faster peer of each round
     ("your_own_decoding_ratio", "computing_over_pytorch"): (0.95, 100),  # as fast: its spread is wider
