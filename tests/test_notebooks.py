@@ -49,6 +49,7 @@ def test_a_notebook_keeps_the_house_rules(name):
     assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.*\bon\s", first, re.S), "a time, with its machine"
     assert install.startswith("## Install")
     assert next(text for text in texts if text.startswith("## ")).startswith("## Settings")
+    assert len(cells(name, "code")[0].splitlines()) <= 10
     assert cells(name, "code")[0].startswith(f'SOURCE = "{ADDRESS}/archive/main.zip"\n')
     assert str(made).count("'source_hidden': True") == 1, "the cell that installs is folded"
     assert not re.search(r"nb\.stage\([^)]*\.csv", str(made)), "a folder or an archive is staged, no table"

@@ -208,8 +208,9 @@ class Search:
         how = "the processor's time on one thread" if self.cpu else "the GPU's time"
         text = f"measured here by {how} per step: {', '.join(tried)}; used from {FASTER:.2f}× up"
         text = text if tried else "no alternative was tried: time ran out"
-        values = {name: getattr(self.plan, name) for change in changes.values() for name in change} | changes[best]
-        self.take({name: (value, text) for name, value in values.items()})
+        names = sorted({*itertools.chain(*changes.values())})  # amp first, where all is said
+        plan, brief = self.plan.replace(**changes[best]), f"measured here, with {', '.join(names[:1])}"
+        self.take({name: (getattr(plan, name), brief if i else text) for i, name in enumerate(names)})
 
     def combinations(self) -> dict[str, dict[str, Any]]:
         """Return name → what differs from the plan: nothing, another precision or layout, both at once."""

@@ -10,9 +10,7 @@ from os import getenv
 
 if getattr(importlib.util.find_spec("nbtools"), "origin", None) is None:  # as of a mere folder
     if SOURCE.startswith("drive:") and not getenv("NBTOOLS_DRIVE"):
-        from google.colab import drive
-
-        drive.mount("/content/drive")
+        importlib.import_module("google.colab.drive").mount("/content/drive")
     url = SOURCE.replace("drive:", f"file://{getenv('NBTOOLS_DRIVE', '/content/drive/MyDrive')}/").replace(" ", "%20")
     # %pip install -q "nbtools[captcha,segment,text] @ {url}"
 import nbtools

@@ -204,6 +204,7 @@ def test_precision_and_layout_are_chosen_together_and_never_a_batch_over_the_tas
     assert (advice.plan.amp, advice.plan.channels_last) == ("bf16", True)
     assert (advice.plan.batch_size, advice.reasons["batch_size"]) == (16, "as it is")
     assert "bf16, channels_last 2.07×" in advice.reasons["amp"]
+    assert advice.reasons["channels_last"] == "measured here, with amp", "the long text stands once"
     assert "bf16 0.93×" in advice.reasons["amp"]
 
 

@@ -88,7 +88,8 @@ run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_G
 # %%
 runs = [run]
 if both:
-    plan = sign.with_network(panel.plan, pack, "gru").turn(**CHANGES)
+    kept = {name: getattr(panel.plan, name) for name in CHANGES}
+    plan = sign.with_network(panel.plan, pack, "gru").turn(**kept)
     places = {"run": f"{RUNS}/sign-gru", "keep": KEEP and f"{KEEP}/sign-gru"}
     runs.append(nb.fit(sign, pack, plan, **places, receipt=False, release_gpu=RELEASE_GPU))
 else:
