@@ -50,7 +50,7 @@ class View:
         self.about = facts.About(folder.name, self.epochs(plan), card.splits["train"], best, since)
         self.columns, self.events = Columns(), list[str]()
         self.cards: Sequence[samples.Preview] = ()
-        self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY / 12  # soon
+        self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
         advice = given if getattr(given, "plan", None) == plan else plan
