@@ -183,8 +183,8 @@ def spoiling_layer(task: Any, outputs: Any, ends: Mapping[Any, Tensor]) -> str:
     no layer; else "". ends: kind of layer → its last result."""
     kinds = getattr(task, "spoiling", ())
     values = logits_of(outputs).float() if kinds else torch.zeros(0)
-    found = {kind.__name__: ends[kind].float().flatten() for kind in kinds if kind in ends}
-    same = [name for name, made in found.items() if torch.equal(made, values.flatten())]
+    made = {kind.__name__: ends[kind].float().flatten() for kind in kinds if kind in ends}
+    same = [name for name, last in made.items() if torch.equal(last, values.flatten())]
     if nn.Softmax in kinds and task.card.options["kind"] == "classes" and values.shape[1] > 1 and (values >= 0).all():
         same += ["softmax"] * torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
     return same[0] if same else ""
