@@ -6,7 +6,7 @@
 # Looks at the machine you were given, shows where data belongs on it, and trains a first small model in half a minute.
 # A table of notebooks at the end shows what to open next.
 #
-# **GPU:** none needed. **Measured:** 37 s on two cores of an Intel Xeon (a cloud machine, no GPU), installation aside.
+# **GPU:** none needed. **Measured:** 37 s on two cores of an Intel Xeon (a cloud machine, no GPU), plus installation.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
 
@@ -61,8 +61,8 @@ pack = captcha.pack(folder)
 pack
 
 # %% [markdown]
-# `nb.advise` proposes a plan for this machine and this data, with one reason per field: here by rules of thumb, which
-# takes no time; `captcha/2_train` lets it measure.
+# `nb.advise` proposes a plan for this machine and this data, with its reasons: here rules of thumb, which
+# take no time; `captcha/2_train` lets it measure.
 
 # %%
 advice = nb.advise(captcha, pack, measure=False)

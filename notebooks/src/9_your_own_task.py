@@ -4,11 +4,11 @@
 # {badge}
 #
 # Trains your own network on your own data: images in one folder per class, any PyTorch Dataset, or a table. You get
-# everything that the other notebooks have: the plan with reasons, the panel, the live picture, the receipt, exact
-# resume.
+# everything that the other notebooks have: the plan with reasons, the panel, the live picture, the receipt, and
+# resuming.
 #
 # **GPU:** none needed for the generated pictures. **Measured:** 1 min 52 s on
-# two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), installation aside.
+# two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), plus installation.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
 
@@ -105,7 +105,7 @@ task = nb.classify(network, augment=["flip"])
 #         def loss(self, model, batch, plan): ...  # returns (sum, number of terms)
 #
 # ## The plan
-# As in the other notebooks: measured here, on your data and your network, with a reason for every number.
+# As in the other notebooks: measured here, on your data and your network, with reasons.
 
 # %%
 advice = nb.advise(task, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
@@ -136,7 +136,7 @@ run.summary().tail(3)
 # The receipt compares with a DataLoader that opens the same images one by one.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; the training cell may say more")
 
 # %% [markdown]
 # ## Use it

@@ -4,10 +4,10 @@
 # {badge}
 #
 # Fetches captchas from Drive, a link or an archive to fast local disk, checks each one, and packs them into a form that
-# a GPU never waits for. Without data of your own it generates some. The pack is kept on your Drive as one file.
+# is fast to read. Without data of your own it generates some. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed; reading images is CPU work. **Measured:** 17 s on two cores of an AMD EPYC (a
-# cloud machine, no GPU), installation aside, with 6,000 generated images.
+# cloud machine, no GPU), plus installation, with 6,000 generated images.
 
 # {install}
 
@@ -56,8 +56,8 @@ for path in sorted(folder.rglob("*.[jp][pn]*g"))[:400:100]:
 
 # %% [markdown]
 # ## Pack
-# Every image is decoded once into flat arrays on disk, with its label, the list of characters, and a split that depends
-# on the file's name alone: 80 % train, 10 % validation, 10 % test.
+# Every image is decoded once into flat arrays on disk, with its label, the list of characters, and a split: by folders
+# `train`, `val` and `test`, else by the file's name, about 80 % train, 10 % validation, 10 % test.
 
 # %%
 pack = captcha.pack(folder, **OPTIONS)

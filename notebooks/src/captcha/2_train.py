@@ -8,7 +8,7 @@
 # the same cell resumes.
 #
 # **GPU:** any NVIDIA GPU (not tested yet); without one a small network is chosen. **Measured:** 1 min 58 s on two cores
-# of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000 generated images of four digits.
+# of an AMD EPYC (a cloud machine, no GPU), plus installation, with 6,000 generated images of four digits.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
 
@@ -53,8 +53,8 @@ nb.gpus()
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data, in about a minute, and kept next to the pack. Every choice has its reason next to it;
-# where nothing was measured, the reason names the rule of thumb.
+# Measured here, on your data, within about three minutes, and kept next to the pack. Every choice has its reason next
+# to it; where nothing was measured, the reason names the rule of thumb.
 
 # %%
 advice = nb.advise(captcha, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
@@ -84,7 +84,7 @@ run = nb.fit(captcha, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 # The guide's "before" ran for a few seconds on this machine and this data. See how your run compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; the training cell may say more")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -6,7 +6,7 @@
 # Measures the trained model on images that it has never seen, shows the ones it gets wrong, reads files of your own,
 # and exports the model. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside,
+# **GPU:** none needed. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
 # after `2_train`.
 
 # {install}

@@ -4,11 +4,11 @@
 # {badge}
 #
 # Fetches handwritten lines (CASIA-HWDB pages, or any folder of line images with a list of their texts) to fast local
-# disk, checks each one, and packs them into a form that a GPU never waits for. Without data of your own it writes some
+# disk, checks each one, and packs them into a form that is fast to read. Without data of your own it writes some
 # pages. The pack is kept on your Drive as one file.
 #
 # **GPU:** none needed; reading pages is CPU work. **Measured:** 15 s on two cores of an AMD EPYC (a cloud
-# machine, no GPU), installation aside, with 6,000 generated lines.
+# machine, no GPU), plus installation, with 6,000 generated lines.
 
 # {install}
 

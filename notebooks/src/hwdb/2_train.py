@@ -3,12 +3,12 @@
 #
 # {badge}
 #
-# Trains a recogniser of handwritten lines, a convolutional network with CTC, with a plan measured on your
+# Trains a convolutional network with CTC to read handwritten lines, with a plan measured on your
 # machine and settings you can change live. It ends with a receipt: how much faster than the guide's "before",
 # on your data.
 #
 # **GPU:** 24 GB or more (not tested yet) for the guide's network of 53 M parameters; else a slim network is
-# chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 6,000
+# chosen. **Measured:** 1 min 58 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation, with 6,000
 # generated lines of 60 characters.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
@@ -54,9 +54,9 @@ nb.gpus()
 
 # %% [markdown]
 # ## The plan
-# Measured here, on your data, in about a minute, and kept next to the pack. Every choice has its reason next to it;
-# where nothing was measured, the reason names the rule of thumb. Above the table: how many steps that is, and how long
-# they take at the measured speed.
+# Measured here, on your data, within about three minutes, and kept next to the pack. Every choice has its reason next
+# to it; where nothing was measured, the reason names the rule of thumb. Above the table: how many steps that is, and
+# how long they take at the measured speed.
 
 # %%
 advice = nb.advise(hwdb, pack, measure=MEASURE and not (KEEP and nb.kept(KEEP, "newly measured advice")))
@@ -86,7 +86,7 @@ run = nb.fit(hwdb, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_gpu
 # this machine and this data. See how your run compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; the training cell may say more")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

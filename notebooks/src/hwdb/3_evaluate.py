@@ -7,8 +7,8 @@
 # are worst, and what a character-level language model adds to greedy decoding. Without a trained run on your Drive it
 # trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
-# aside, after `2_train`.
+# **GPU:** none needed. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus
+# installation, after `2_train`.
 
 # {install}
 

@@ -7,8 +7,8 @@
 # classes overlaid, and packs them: decoded once, polygons drawn once. Without data of your own it generates images of
 # striped and dotted shapes. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed. **Measured:** 17 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
-# aside, with 1,400 generated images.
+# **GPU:** none needed. **Measured:** 17 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus
+# installation, with 1,400 generated images.
 
 # {install}
 

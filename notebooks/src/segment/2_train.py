@@ -8,7 +8,7 @@
 # "before" on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet). **Measured:** 2 min 44 s on two cores of an AMD EPYC (a cloud
-# machine, no GPU), installation aside, with 1,400 generated images.
+# machine, no GPU), plus installation, with 1,400 generated images.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
 
@@ -84,7 +84,7 @@ run = nb.fit(segment, pack, panel, run=RUN, keep=KEEP, receipt=MEASURE, release_
 # on this machine and this data. See how your run compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; the training cell may say more")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -6,7 +6,7 @@
 # Shows which classes are recognised and which are confused, which images are worst, and what test-time
 # scaling and mirroring gain and cost. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside,
+# **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
 # after `2_train`.
 
 # {install}

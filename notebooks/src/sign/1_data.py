@@ -4,11 +4,11 @@
 # {badge}
 #
 # Checks clips of sign language, keypoints and features in `.npz` files with a list of labels, against every rule that
-# training depends on, shows them as moving skeletons, and packs them. Without data of your own it generates clips of
+# training depends on, shows them as skeletons, and packs them. Without data of your own it generates clips of
 # invented signs. The pack is kept on your Drive as one file.
 #
-# **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation
-# aside, with 600 generated clips.
+# **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus
+# installation, with 600 generated clips.
 
 # {install}
 

@@ -8,7 +8,7 @@
 # "before" on this machine.
 #
 # **GPU:** any NVIDIA GPU (not tested yet); the steps are small, and a CPU will do. **Measured:** 2 min 57 s on
-# two cores of an AMD EPYC (a cloud machine, no GPU), installation aside, with 600 generated clips of 12 signs.
+# two cores of an AMD EPYC (a cloud machine, no GPU), plus installation, with 600 generated clips of 12 signs.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
 
@@ -83,7 +83,7 @@ run = nb.fit(sign, pack, panel, **places, receipt=MEASURE, release_gpu=RELEASE_G
 
 # %% [markdown]
 # ## Train the GRU
-# It reads one frame at a time, as the 2,048 features that an image network computes; it has 0.1 million weights.
+# It reads one frame at a time, as the 2,048 features that an image network computes; it has about 100,000 weights.
 
 # %%
 runs = [run]
@@ -115,7 +115,7 @@ nb.compare(*runs)
 # data. See how the Transformer compares.
 
 # %%
-run.receipt or print("Not measured: it needs MEASURE = True and a finished run; or the training cell says why")
+run.receipt or print("Not measured: it needs MEASURE = True and a finished run; the training cell may say more")
 
 # %% [markdown]
 # Next: train again with another lr, in a folder of its own, and see which is better; then `3_evaluate`.

@@ -6,7 +6,7 @@
 # Shows which signs are recognised and which are confused, how long one prediction takes, and what the model predicts
 # while somebody is still signing. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), installation aside,
+# **GPU:** none needed. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
 # after `2_train`.
 
 # {install}
