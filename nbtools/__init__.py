@@ -1,4 +1,4 @@
-"""nbtools: train PyTorch models in notebooks without wasting the GPU, with a receipt for every claim.
+"""nbtools: train PyTorch models in notebooks without wasting the GPU, with a measured receipt.
 
 import nbtools as nb
 from nbtools.tasks import captcha

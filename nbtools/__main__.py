@@ -82,8 +82,8 @@ def plan_of(task: Task, pack: nb.Pack, measured: bool, given: Options) -> nb.Pla
 
 
 def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: Options, of_pack: Options) -> Any:
-    """Compute the metrics of a run on a split (train, val or test) of data that is packed with its classes; --test 1.0:
-    use all of the data. The last line is JSON."""
+    """Compute the metrics of a run on a split (train, val or test) of data packed with its classes; --test 1.0: use all
+    data. The last line is JSON."""
     opened = nb.Run.open(run, task)
     known = parameters(opened.task.pack)
     drawn = {name: share for name, share in zip(("val", "test"), opened.card.shares, strict=False) if name in known}
@@ -151,7 +151,7 @@ HOOKS = {  # commands that are functions of a task
     "demo": "Write a small data set in the task's raw format.",
     "pack": "Decode a data set once. SOURCE: anything that `stage` accepts, or a pack.",
     "validate": "Report what is wrong with a data set.",
-    "features": "Make features of filmed clips with a pretrained network, and add them to the clips in INTO.",
+    "features": "Extract features from filmed clips with a pretrained network, and add them to the clips in INTO.",
 }
 
 

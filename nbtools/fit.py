@@ -64,9 +64,9 @@ def fit(
 
     plan: a Plan, Panel or Advice; None: the run's own, else the advised one. run: its folder; None: that of the run
     under `runs/` that matches this call, else a new one. keep: a second folder for copies, usually `drive:…`. receipt:
-    measure it against the baseline at the end. release_gpu: then free the GPU, on Colab the machine. samples: up to
-    eight ids to show. callbacks: f(record, run); "stop" stops the run. log: "tensorboard". fresh: start over. Raises
-    TrainError, PlanError, CheckpointError; the checkpoints stay intact.
+    measure it against the baseline at the end. release_gpu: then free the GPU, and with keep="drive:…" Colab's machine.
+    samples: up to eight ids to show. callbacks: f(record, run); "stop" stops the run. log: "tensorboard". fresh: start
+    over. Raises TrainError, PlanError, CheckpointError; the checkpoints stay intact.
     """
     begun, task, watchers = monotonic(), train.as_task(task), watchers_of(callbacks, log)
     ranks = train.join()
@@ -228,7 +228,7 @@ def act(job: Job, guard: Guard) -> bool:
             job.save()
         if requests.stop:
             lost = train.list_changes(state.plan.changes_from(state.applied))
-            then = "get its receipt" if state.over else f"continue{lost and f', without {lost}'}"
+            then = "get its receipt" if state.over else f"continue{lost and f'; not applied: {lost}'}"
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to {then}", "stop")
             return True
         if requests.take("profile"):

@@ -126,7 +126,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     # lr follows a batch size where the plan was made, see Plan.turn, and is given then
     new = old.turn(**{"lr": old.lr, **changed}) if changed else old
     moved = new.changes_from(old)
-    refused, why = moved.keys() & old.fixed_settings(resumed=True).keys(), "is started"
+    refused, why = moved.keys() & old.fixed_settings(resumed=True).keys(), "has started"
     if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
         refused, why = moved.keys(), "is finished (more epochs extend it)"
     if refused:

@@ -132,7 +132,7 @@ class Guard:
         if self.retries <= RETRIES and setting == "lr":
             return reason
         lower = show.shown(min(self.job.surface.requests.advised.lr, plan.lr / 10))
-        fix = f"lower lr, in the panel or by plan.replace(lr={lower}), set clip_norm or amp=off"
+        fix = f"lower lr, in the panel or by plan.replace(lr={lower}), or set clip_norm or amp=off"
         if setting == "amp":
             fix = "set amp=off, or amp=bf16 on a GPU that has it, which needs no loss scaling"
         what = f"Training diverged at {setting} {show.shown(getattr(plan, setting))}: {reason}. To continue from step"

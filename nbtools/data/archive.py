@@ -116,8 +116,8 @@ def in_tar(file: IO[bytes]) -> Iterator[Entry]:
     while (member := tar.next()) is not None:
         tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]: it would keep every header of a million files
         name = member.name.encode("utf-8", "surrogateescape")
-        if tar.offset <= end:
-            raise ArchiveError(f"entry {member.name!r} points backwards")  # endless before CVE-2025-8194
+        if tar.offset <= end:  # endless before CVE-2025-8194
+            raise ArchiveError(f"entry {member.name!r} points backwards: the archive is damaged")
         end = tar.offset
         if member.isreg() and not member.issparse():
             yield Entry(name, member.size, partial(at, file, member.offset_data))

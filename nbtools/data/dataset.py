@@ -65,10 +65,10 @@ def pack(
 
     data, or train: arrays (x, y), or a dict of them; a Dataset, array or list of items (arrays, numbers, PIL images,
     tuples or dicts), a DataFrame, a CSV file, or images by class, `class/*.png` or `train/class/*.png`, as for `stage`.
-    target, inputs: keys or columns; by default y, label, labels or target, of (x, y) y, and all others. image: the
-    column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: splits a text
-    into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all, in
-    order, and arrays of 0 and 1 are then labels; by default those that occur; False: whole numbers are values. val,
+    target, inputs: keys or columns; by default y, label, labels or target, the second of (x, y), and all others. image:
+    the column of file names in root, or beside the CSV. text: a function of a text, kept by its name. sep: splits a
+    text into several labels, an empty one into none; these, or lists of names, become y (K,) of 0 and 1. classes: all,
+    in order, and arrays of 0 and 1 are then labels; by default those that occur; False: whole numbers are values. val,
     test: data, shares, or numbers of samples; test=1.0: all. groups: what stays in one split: a column, one value per
     item, or a function of its name. folds: return this many packs.
     size: (H, W) for PIL images, target masks (nearest ids) and points. resize: crop (the default for classes),
@@ -274,7 +274,7 @@ def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
         data = frame.rename(columns=str.strip)
     data = data.to_pandas() if hasattr(data, "to_pandas") else data
     if data.columns.nlevels > 1 or not data.columns.map(str).is_unique:
-        raise PackError(f"a table's columns must have names of their own, got {', '.join(map(str, data))}; rename some")
+        raise PackError(f"a table's column names must be unique, got {', '.join(map(str, data))}; rename some")
     return data.rename(columns=str)
 
 

@@ -241,7 +241,7 @@ class Workers(Feed):
         except (RuntimeError, ConnectionError, EOFError) as error:  # of a worker that dies as it hands over a batch
             if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker (pid"):
                 raise  # what the Dataset raised
-            rule = "a worker process of the DataLoader died, probably as memory or shared memory (/dev/shm) ran out"
+            rule = "a worker process of the DataLoader died, probably because memory or /dev/shm ran out"
             fix = "set fewer workers or a smaller prefetch, and run it again to resume"
             raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error
         self.idle.append(loader)

@@ -129,7 +129,7 @@ def plain_values(parts: Mapping[str, Any], resize: Resize, text: str, marked: Se
 def numeric(name: str, value: Any) -> np.ndarray:
     """Return an array of a dtype that packs hold. Raises PackError(value, rule, fix) for all else."""
     if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
-        raise PackError("several", f"{name} must be one array", "give each a place of its own: (a, b, label), target=2")
+        raise PackError("several", f"{name} must be one array", "return separate parts: (a, b, label), target=2")
     try:
         array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
         array = np.array(array.tolist()) if array.dtype == object else array  # of a DataFrame, True among numbers

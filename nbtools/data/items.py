@@ -67,7 +67,7 @@ def name_columns(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | 
     if lacking := [key for key in chosen if key not in parts]:
         raise PackError(", ".join(map(str, parts)), f"an item must have {lacking[0]!r}", "name a part that it has")
     if len({*columns}) < len(chosen) or len({*chosen}) < len(chosen):
-        rule, fix = "inputs and target must have names of their own", "rename one, or choose with inputs=[…]"
+        rule, fix = "inputs and target must have different names", "rename one, or choose with inputs=[…]"
         raise PackError(", ".join(columns), rule, fix)
     return {column: parts[key] for column, key in zip(columns, chosen, strict=True)}
 

@@ -115,7 +115,7 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> 
         yield from pool.map(work_on, rest, chunksize=size)
     except BrokenProcessPool:
         reason = "a worker process was killed, probably because memory ran out"
-        raise NbtoolsError(f"{reason}; free some, and run it again: packing continues where it stopped") from None
+        raise NbtoolsError(f"{reason}; free memory, and run it again: packing continues where it stopped") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -75,7 +75,7 @@ def stage(
 
     source: a folder, an archive (tar, tar.gz, tar.xz, zip), `drive:path/in/My Drive`, a Drive link, or the http(s)
     address of an archive. into: where its folder is made; default: $NBTOOLS_CACHE, or nbtools in the temporary folder.
-    sha256: the hash that the archive must have. Errors of a mount or a connection are tried again. Raises StageError
+    sha256: the hash that the archive must have. Mount and connection errors are retried. Raises StageError
     (also its subclass ArchiveError) or DiskError if that fails; then nothing is published.
     """
     if not isinstance(source, str | Path):

@@ -1,4 +1,4 @@
-"""Advice by rules of thumb: the plan to start from, with a reason for each number. The guides' tiers and tables are
+"""Advice by rules of thumb: the plan to start from, with reasons. The guides' tiers and tables are
 labelled as what they are; what `nb.advise` measures on this machine takes their place.
 """
 
@@ -37,7 +37,7 @@ Choices = dict[str, Choice]
 
 @dataclass(frozen=True)
 class Advice(Report):
-    """A plan, and one reason per field with what was measured here. Shows as a table.
+    """A plan, with reasons for its settings and what was measured here. Shows as a table.
 
     baseline: the guide's "before"; presets: the task's own, name → (plan, what differs here), or (None, why it cannot
     train here). ratios: samples/s of the rules' plan and of the baseline over the plan's, in turns. lr_trial, verdict:
@@ -148,7 +148,7 @@ def decide(
     own = dict.fromkeys(("channels_last", "compile", "graph"), (None, "the task's own"))  # shown in any case
     reasons = {name: {**own, **advised}[name][1] for name in made.to_dict() if name in {**own, **advised}}
     size = f"{machine.gigabytes:.0f} GB" if machine.gigabytes else plural(machine.cores, "core")
-    note = f"For {machine.name} ({size}); a starting point: nothing here has been measured yet; guides: docs/guides.md."
+    note = f"For {machine.name} ({size}); a starting point: not measured on this machine yet; guides: docs/guides.md."
     return Advice(made, reasons, base, note, samples=card.splits["train"])
 
 
@@ -188,7 +188,7 @@ def more_epochs(card: Card, batch: int, epoch_s: float = 0.0) -> Choice | None:
     train, default = card.splits["train"], Plan().epochs
     epochs = -(-FEW_STEPS // batches_in(train, batch)) if 0 < train < FEW_SAMPLES else 0
     if epochs * epoch_s > LONG_S and epochs > default:
-        why = f"about {LONG_S / 60:.0f} minutes at the speed measured here, or the default"
+        why = f"about {LONG_S / 60:.0f} minutes at the speed measured here, but at least the default"
         return max(int(LONG_S / epoch_s), default), why
     why = f"about {FEW_STEPS:,} steps: {train:,} training samples are few, {THUMB} (ours)"
     return (epochs, why) if epochs > default else None
@@ -207,7 +207,7 @@ def evaluations(plan: Plan, card: Card, epochs: int, price: float = 0.0) -> Choi
     samples = min(card.splits.get("val", 0), plan.eval_samples or math.inf)
     share = samples * (price or FORWARD) / max(card.splits["train"], 1)
     every = min(math.ceil(share / EVALUATION_SHARE), max(epochs // 3, 1)) if plan.eval_every == 1 else 0
-    how = "measured here" if price else f"per sample a third of training's, {THUMB} (ours)"
+    how = "measured here" if price else f"a sample takes a third of training's, {THUMB} (ours)"
     why = f"an evaluation takes about {percent(share)} of an epoch's time: {how}"
     return (every, why) if every > (0 if price else 1) else None
 

@@ -53,7 +53,7 @@ COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tri
 
 
 def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | None = None, **settings: Any) -> Advice:
-    """Return the plan to start from, each field with its reason and what was measured for it here.
+    """Return the plan to start from, with reasons and what was measured here.
 
     Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack until a call
     gives it more time. None: a ninetieth of the training that it shortens, at least 12 s and at most 60. Then learning
@@ -206,7 +206,7 @@ class Search:
         tried = [f"{name} {own / cost:.2f}×" for name, cost in costs.items() if name and own]
         tried += [f"{name or WORDS.get(self.plan.amp, self.plan.amp)} {why}" for name, why in whys.items() if why]
         how = "the processor's time on one thread" if self.cpu else "the GPU's time"
-        text = f"measured here by {how} per step: {', '.join(tried)}; used from {FASTER:.2f}× up"
+        text = f"measured here by {how} per step: {', '.join(tried)}; used from {FASTER:.2f}×"
         text = text if tried else "no alternative was tried: time ran out"
         names = sorted({*itertools.chain(*changes.values())})  # amp first, where all is said
         plan, brief = self.plan.replace(**changes[best]), f"measured here, with {', '.join(names[:1])}"

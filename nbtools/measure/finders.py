@@ -146,7 +146,7 @@ class Finder:
     def require(self, need: int) -> None:
         share = HEADROOM.get(self.device.type, 0.1)
         if self.free is not None and need > (1 - share) * self.free:
-            raise MemoryError(f"it needs {size(need)} of {size(self.free)} free memory, {percent(share)} kept free")
+            raise MemoryError(f"it needs {size(need)}; of {size(self.free)} free memory, {percent(share)} is kept free")
 
     def peak(self, ids: np.ndarray) -> int:
         """Return the most bytes that tensors on CUDA, whose statistics begin anew, or else this process on Linux hold
@@ -225,7 +225,7 @@ def lr_trial(
     seconds = seconds or min(max(LEAST_S, SHARE * planned * step_s), MOST_S)
     if seconds < LEAST_STEPS * count * step_s:
         need = f"{count} values of {LEAST_STEPS} steps need {count * LEAST_STEPS * step_s:.0f} s"
-        return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, and a trial may take {seconds:.0f} s")
+        return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, but only {seconds:.0f} s are allowed")
     phase("learning rate", seconds)
     most = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
     steps, losses, peaks = max(LEAST_STEPS, min(most, planned)), Losses(), set[float]()
@@ -241,7 +241,7 @@ def lr_trial(
             stepper.batches.close()
     took = seconds - clock.left()
     if len(losses) < min(LEAST_VALUES, count):
-        reason = f"no trial of other learning rates: only {plural(len(losses), 'value')} ended in {took:.0f} s"
+        reason = f"no trial of other learning rates: only {plural(len(losses), 'value')} finished in {took:.0f} s"
         return LrTrial(plan.lr, None, f"{reason}, as steps took longer than before", seconds=took)
     return choose_lr(losses, plan.lr, recipe, steps, took, "validation" if validation else "training")
 
@@ -300,15 +300,15 @@ def choose_lr(losses: Losses, rule: float, recipe: bool, steps: int, seconds: fl
     best, tried = lowest(losses), f"{plural(len(losses), 'value')}, {steps} steps each"
     rows = tuple(Candidate(lr, None if each is None else float(each.mean())) for lr, each in sorted(losses.items()))
     if best is None:
-        reason = f"every lr diverged ({tried}); the rule's is kept: check data and loss"
+        reason = f"every lr diverged ({tried}), so the rule's is kept; check data and loss"
         return LrTrial(rule, None, reason, rows, steps, seconds)
     finite = {lr: each for lr in sorted(losses) if (each := losses[lr]) is not None}
     equal = [lr for lr in finite if near(finite[lr], finite[best])]  # the lowest and those within noise of it
     own = recipe and round_lr(rule) in equal
     lr, why = round_lr(rule) if own else equal[0], f"lowest {where} loss of {tried}, measured here"
     if lr != best:
-        kind = "the task's own" if own else "the smallest"
-        why = f"{kind} of those whose {where} loss is the lowest within noise; {tried}, measured here"
+        kind = "the task's own," if own else "the smallest"
+        why = f"{kind} whose {where} loss is within noise of the lowest; {tried}, measured here"
     listed = ", ".join(f"{digits(row.lr)}: {row.outcome}" for row in rows)
     return LrTrial(rule, lr, f"{why} ({listed})", rows, steps, seconds)
 

@@ -290,7 +290,7 @@ class Check:
 
 
 def check() -> Check:
-    """Look at this machine, and multiply matrices for a fraction of a second."""
+    """Show this machine's GPUs, versions, precisions and matrix rates."""
     device, here = devices.pick(), machine()
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     parts = {

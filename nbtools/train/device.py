@@ -63,7 +63,7 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
     kind, here = device.type, f"but this device is {device.type}"
     outside = not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps")))
     for wrong, rule in (
-        (outside, "amp controls autocast, but it or no_grad is on around this call; call it outside them"),
+        (outside, "amp controls autocast, but this call is inside autocast or no_grad; move it outside"),
         (plan.graph and processes > 1, f"graph needs one process, but {processes} train together; set graph=False"),
         (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, {here}; set graph=False"),
         (plan.graph and unrecordable(plan), "graph cannot replay fp16, compile or checkpoint_activations; choose one"),
@@ -187,7 +187,7 @@ def run_or_explain(act: Callable[[], T], when: str = "before the first step") ->
     gc.collect()
     result, reason = within_memory(act)
     if result is None:
-        raise TrainError(f"out of memory {when} ({reason}); free some, or use a smaller network", entry="Out of memory")
+        raise TrainError(f"out of memory {when} ({reason}); free memory, or shrink the network", entry="Out of memory")
     return result
 
 

@@ -145,14 +145,14 @@ def rehearse(state: Any, pack: Pack) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if task.card is not None:
                 if not {*model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
-                    rule = f"{title_of(task)}: model returns the same network each time, so a later run starts trained"
+                    rule = f"{title_of(task)}: model returns the same network each time, so runs share its weights"
                     raise TrainError(f"{rule}; make a new one in it, or pass it to nb.classify, which copies it")
                 task.batch(raw, plan, Draws(plan.seed, 0, raw["id"]))
             ends, before = dict[Any, Any](), {name: x.shape for name, x in model.state_dict().items()}
             with register_module_forward_hook(lambda layer, _, output: ends.update({type(layer): output})):
                 batch, outputs = forward(task, model, raw, plan)
             if grown := [name for name, x in model.state_dict().items() if x.shape != before.get(name)]:
-                rule = f"{title_of(task)}: the first forward pass makes {grown[0]}, which no optimizer then has"
+                rule = f"{title_of(task)}: the first forward pass creates {grown[0]}, which no optimizer would train"
                 raise TrainError(f"{rule}; make it in __init__, or call the network on a sample first")
             shapes = (tuple(getattr(value, "shape", ())) for value in (outputs, raw.get(TARGET)))
             what = "the loss or a metric does not take outputs {}, y {}".format(*shapes)
@@ -175,7 +175,7 @@ def rehearse(state: Any, pack: Pack) -> None:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         fix = "; whole numbers are not converted: pack float32, or pixels as uint8 images" * ("take the pack" in what)
         fix = f"; the weights are {odd[0]}: pass net.float()" if odd else fix
-        raise TrainError(f"{title_of(task)}: {what}: {why}; change it{fix * ('type' in why)}") from error
+        raise TrainError(f"{title_of(task)}: {what}: {why}; make them match{fix * ('type' in why)}") from error
 
 
 def spoiling_layer(task: Any, outputs: Any, ends: Mapping[Any, Tensor]) -> str:

@@ -45,7 +45,7 @@ def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     require_all(model, groups, "the task's groups")
     optimizer = task.optimizer(groups, plan)
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS) or hasattr(optimizer, "eval"):
-        rule = "optimizer must return an Optimizer that needs no closure, and no eval() before evaluations"
+        rule = "optimizer must return an Optimizer that needs no closure and has no eval()"
         raise TrainError(f"{rule}, got {type(optimizer).__name__}; choose another, or Plan(ema=0.999) for an average")
     require_all(model, optimizer.param_groups, "the optimizer's groups")
     for group in optimizer.param_groups if not hasattr(optimizer, "built_in") else ():
@@ -59,7 +59,7 @@ def require_all(model: nn.Module, groups: list[dict[str, Any]], of: str) -> None
         if parameter.requires_grad and held.pop(id(parameter), 0) != 1:
             raise TrainError(f"{name} must be in exactly one of {of}; build them from the given parameters")
     if held:
-        raise TrainError(f"{plural(len(held), 'parameter')} of {of}: frozen, or another network's; leave out any such")
+        raise TrainError(f"{plural(len(held), 'parameter')} of {of} are frozen or another network's; leave them out")
 
 
 def build_schedule(task: Any, plan: Any) -> Any:

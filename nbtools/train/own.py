@@ -32,7 +32,7 @@ METRICS = {"classes": ("accuracy",), "labels": ("map", "f1"), "values": ("mae",)
 
 
 class classify(Task):
-    """The task of naming the class, or all labels, of a sample: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
+    """The task of predicting a sample's class, or all its labels: `nb.fit(nb.classify(net), nb.pack("pictures"))`.
 
     model: a module, of which each run trains a copy, or a function that makes one from those it takes of `classes`
     (how many), `inputs` (features, or channels of an image), `card` and `plan`. It returns logits (B, K), as a tensor,
@@ -103,7 +103,7 @@ class classify(Task):
         ragged = came == "values" and card.columns[TARGET].kind == "ragged"
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, but these are {came}"
-            fix = "floats become classes with astype(int), one-hot rows with argmax(1), numbers values by classes=False"
+            fix = "floats become classes with astype(int), one-hot rows with argmax(1); classes=False keeps numbers"
             fix = "name one: nb.pack(…, target=…)" if came == "none" else fix
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
@@ -148,8 +148,8 @@ class regress(classify):
     targets' shape, also (B, 1) for (B,), images as (B, C, H, W). The loss (default: squared error) takes targets
     standardised to mean 0 and standard deviation 1 over the training split, but torch's of probabilities, counts and
     signs (BCE, BCEWithLogits, MultiLabelSoftMargin, KLDiv, PoissonNLL, SoftMargin) take them as they are. Metrics and
-    predictions are in the targets' own unit, images of bytes in 0…1; of logits and KLDiv probabilities, of Poisson
-    rates.
+    predictions are in the targets' own unit (mse in its square), images of bytes in 0…1; of logits and KLDiv
+    probabilities, of Poisson rates.
     """
 
     kind = "values"

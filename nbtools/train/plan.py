@@ -68,7 +68,7 @@ class Plan(Settings):
     micro_batch_size: int | None = knob(None, "samples per forward pass; None: the batch size", least=1)
     lr: float = knob(1e-3, "peak learning rate", above=0, asks_beyond=10)
     lr_rule: str = knob("none", "how lr follows a change of batch size", choices=tuple(LR_FACTORS))
-    schedule: str = knob("cosine", "lr after the warmup", choices=("constant", "cosine", "poly", "step", "plateau"))
+    schedule: str = knob("cosine", "lr curve after warmup", choices=("constant", "cosine", "poly", "step", "plateau"))
     warmup_epochs: float = knob(0.0, "linear warmup of lr from 0, step by step", least=0, unit="epochs")
     min_lr: float = knob(0.0, "lowest lr, except for constant", least=0)
     optimizer: str = knob("adamw", "update rule, fused", choices=tuple(OPTIMIZERS))

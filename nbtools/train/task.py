@@ -138,7 +138,7 @@ class Task:
     validate: Any
     """validate(source, …) -> a report of everything that is wrong with a source; `.ok`: no errors."""
     features: Any
-    """features(source, into, …) -> a report: write features of filmed clips by a pretrained network."""
+    """features(source, into, …) -> a report: extract features from filmed clips with a pretrained network."""
 
     def __getattr__(self, name: str) -> Any:  # of what is not defined above
         if name == "BASELINE":
@@ -187,7 +187,7 @@ def bind(task: TaskLike, card: Card) -> Task:
 def build(task: Task, card: Card, plan: Any) -> nn.Module:
     """Return the network of a bound task; for a pack of `nb.pack` one that takes batches. Raises TrainError."""
     if isinstance(task.model, nn.Module):
-        raise TrainError(f"{title_of(task)}: model must be a function of (card, plan) that makes the network, not one")
+        raise TrainError(f"{title_of(task)}: model must be a function of (card, plan), not the network it makes")
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")

@@ -204,7 +204,7 @@ ONCE = Items(lambda i: (vector(i), 3 if i == 7 else 1), 200, classes=SPECIES)  #
 REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the sentence: (data, options)
     "got set; pass list": ({1, 2}, {}),
     "the same number of items, got 19, 20": ((np.zeros((20, 3)), [0] * 19), {}),
-    "x must be one array, got several; give each a place": ([((vector(0), vector(1)), 0)] * 20, {}),
+    "x must be one array, got several; return separate parts": ([((vector(0), vector(1)), 0)] * 20, {}),
     "which part of an item is its target": ([{"x": 0.5, "y": 1, "label": 2}] * 20, {}),
     "t must hold numbers, got the text 'abc'; .* text=function": (Items(lambda i: {"t": "abc", "y": 1}), {}),
     "no column 'prize'; its columns are a, y": (frame(), {"target": "prize"}),
@@ -216,7 +216,7 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "item 7: .* numbered from 0, and a label is 3; subtract 1": (ONCE, {}),
     "2 classes cat, dog are .* label is 2": ([(0.5, i % 2 + 1) for i in range(20)], {"classes": ["cat", "dog"]}),
     "a list of names, each once, .* got {'dog': 1}": ([(0.5, 0)] * 20, {"classes": {"dog": 1}}),
-    "names of their own, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
+    "must be unique, got a, y, a": (pd.concat([frame(), frame()[["a"]]], axis=1), {}),
     "text= needs a text column, not a;": (frame(), {"text": len}),
     "several targets must be numeric, got a, b; name one": (frame(b="u"), {"target": ["a", "b"]}),
     "drive:x: data must go to a local disk": (frame(), {"into": "drive:x"}),

@@ -193,7 +193,7 @@ def test_a_killed_worker_ends_the_run_in_a_sentence_and_the_same_call_resumes_bi
     monkeypatch.setattr(waits, "__defaults__", (0.05,))  # torch looks every 5 s whether its workers live
     plan = toy.PLAN.replace(feed="workers", workers=2, epochs=2)
     task = acting({3: lambda: os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)})
-    said = "^a worker process .* died, probably as memory .*; set fewer .* See “The loader hangs”"
+    said = "^a worker process .* died, probably because memory .*; set fewer .* See “The loader hangs”"
     with pytest.raises(TrainError, match=said):
         nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
     run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)

@@ -166,5 +166,5 @@ def test_a_slow_disk_keeps_no_epoch_waiting_and_the_best_state_is_written(pack, 
 def test_a_call_inside_of_no_grad_or_autocast_is_refused(pack, tmp_path):
     """Under autocast torch would keep the weights of the first step, and every step would compute with those."""
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
-        with pytest.raises(TrainError, match="no_grad is on around this call; call it outside them"), context:
+        with pytest.raises(TrainError, match="inside autocast or no_grad; move it outside"), context:
             nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)

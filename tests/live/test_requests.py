@@ -70,7 +70,7 @@ def test_stop_and_ctrl_c_leave_a_usable_run_that_goes_on_bit_equal(pack, folder,
     once = partial(nb.fit, task, pack, PLAN, folder, **QUIET)
     stopped = interrupted(once) if ctrl_c else once()
     assert len(task.seen) == last_step(folder) == 12
-    left = "" if ctrl_c else ", without lr 0.01 → 0.02"
+    left = "" if ctrl_c else "; not applied: lr 0.01 → 0.02"
     assert stopped.events[-1] == f"stopped by you after step 12; run it again to continue{left}"
     assert set(nb.evaluate(stopped, pack)) == {"loss", "accuracy"}
     assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)

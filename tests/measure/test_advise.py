@@ -144,7 +144,7 @@ def test_what_was_measured_has_its_evidence_is_kept_next_to_the_pack_and_comes_b
 def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     advice = nb.advise(toy, toy.make_pack(tmp_path, count=60), measure=False)
     assert (advice.baseline, advice.verdict) == (toy.BASELINE, None)
-    for text in ("nothing here has been measured", f"{advice.samples} samples · ", "time not measured yet."):
+    for text in ("not measured on this machine yet", f"{advice.samples} samples · ", "time not measured yet."):
         assert text in str(advice)
         assert text in advice._repr_html_()
     before, folded = advice._repr_html_().split("<details>")

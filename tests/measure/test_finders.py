@@ -269,7 +269,7 @@ def test_the_second_step_of_a_size_counts_a_tenth_stays_free_and_nothing_is_left
     monkeypatch.setitem(finders.HEADROOM, "cpu", finders.HEADROOM["cuda"])
     *fitting, last = found(pack, Job(fixed=0.1)).rows
     assert {row.batch_size: row.memory for row in fitting} == {n: n * n for n in (8, 16, 32) if n <= largest}
-    assert "1.1 kB free memory, 10 % kept free" in last.reason
+    assert "of 1.1 kB free memory, 10 % is kept free" in last.reason
     assert not any(isinstance(each, Stepper) for each in gc.get_objects())
 
 

@@ -324,9 +324,9 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     "a factor ≥ 0 on lr: 'float' object is not callable; correct it": {"schedule": 0.1},
     r"function of progress, .*: OneCycleLR.*missing": {"schedule": ONE_CYCLE},
     "on lr: unsupported operand": {"schedule": lambda progress: 1 - progress},
-    r"that needs no closure, .*, got LBFGS": {"optimizer": torch.optim.LBFGS},
-    r"no eval\(\) before evaluations, got Free": {"optimizer": Free},
-    r"makes head\.weight, which no .*; make it in __init__": {"model": Growing(3)},
+    r"that needs no closure .*, got LBFGS": {"optimizer": torch.optim.LBFGS},
+    r"and has no eval\(\), got Free": {"optimizer": Free},
+    r"creates head\.weight, which no .*; make it in __init__": {"model": Growing(3)},
     r"the weights are torch\.float64: pass net\.float": {"model": own.Small(3).double()},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }

@@ -72,7 +72,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         "network": ("small", "trains 8 times as many images/s as the original, and needs fewer (measured on our CPU)"),
         "loss": ("cross_entropy", "learns in fewer epochs than the original multi-label soft margin"),
         "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
-        "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, learns alike; 128: +6 % (measured on our CPU)"),
+        "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, and as good; 128: +6 % (measured on our CPU)"),
         "lr": (2e-3, "read 99 % of generated four-digit captchas after 4 epochs of 4,800 (measured on our CPU)"),
         "epochs": (epochs, f"{FIXED_IMAGES:,} images in all (measured on our CPU)"),
         "warmup_epochs": (min(1.0, epochs / 5), f"Adam's first estimates are poor, {THUMB}"),

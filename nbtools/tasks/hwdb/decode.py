@@ -57,7 +57,7 @@ def find_peaks(logits: Tensor, steps: Tensor, candidates: int = CANDIDATES, leas
     places, log_probs, blank = (torch.stack(part).cpu().numpy() for part in zip(*parts, strict=True))  # (T, B, …)
     own: np.ndarray = np.less(np.arange(len(logits))[:, None], steps.cpu().numpy())
     if np.isnan(blank).any(where=own):
-        raise NbtoolsError("beam: the network's output is not a number; check the weights for NaN")
+        raise NbtoolsError("beam: the network's output contains NaN; check its weights")
     usable = np.expand_dims(own, 2) & (log_probs >= (math.log(least) if least else np.finfo(np.float32).min))
     kept = usable.max(2)
     frames = np.argsort(~kept, 0, kind="stable")[: kept.sum(0).max()]  # (F, B) of each line those with candidates

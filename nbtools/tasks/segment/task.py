@@ -110,7 +110,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     return {
         "network": ("slim", "a step takes a sixth of the original network's time (measured on our CPU)"),
         "batch_size": (batch, f"many small steps, {THUMB}; twice the batch is no faster (measured on our CPU)"),
-        "crop": (None, "whole images, small enough; crops of half their area learn no worse (measured on our CPU)"),
+        "crop": (None, "whole images, as they are small; crops of half their area are no worse (measured on our CPU)"),
         "scale_low": (0.5, zoom),
         **course(card, images, batch, f"{images:,} images: {SECONDS / 60:.0f} min on one core (measured on our CPU)"),
         **recipe("slim", batch),

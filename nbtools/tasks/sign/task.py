@@ -95,9 +95,9 @@ def for_transformer(card: Card) -> dict[str, tuple[Any, str]]:
         "lr": (5e-4, "with warmup and cosine; twice that is no better (measured on our CPU)"),
         "epochs": (epochs, f"each gloss is seen about {SHOWN} times, in 10 to 200 epochs, {THUMB}"),
         "warmup_epochs": (round(epochs * 0.1, 1), f"10 % of the run, {THUMB}"),
-        "normalise": ("hands", "after 40 clips 76 % of 160 are right, by the body alone 59 % (measured on our CPU)"),
-        "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % of these (measured on our CPU)"),
-        "time_warp": (0.5, "with cropping 76 % → 81 % of these (measured on our CPU)"),
+        "normalise": ("hands", "trained on 40 clips: 76 % of 160 others right, 59 % with body (measured on our CPU)"),
+        "mirror": (0.5, "some signers lead with the other hand: 76 % → 91 % right (measured on our CPU)"),
+        "time_warp": (0.5, "with cropping: 76 % → 81 % right (measured on our CPU)"),
         "time_crop": (0.2, f"where a recording starts and ends is arbitrary, {THUMB}"),
     }
 
