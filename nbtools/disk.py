@@ -116,10 +116,15 @@ def require_space(path: Path, need: int) -> None:
         raise DiskError(f"{rule}. Free some space, or choose another disk.")
 
 
+def mounts() -> dict[str, str]:
+    """Return mount point → kind, as far as Linux tells."""
+    lines = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()] if MOUNTS.exists() else []
+    return {point.replace(r"\040", " "): kind for point, kind in lines}  # the latest at each point
+
+
 def is_slow(path: Path) -> bool:
-    """Return whether a path is on FUSE (Drive), NFS or SMB, as far as Linux tells."""
-    mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()] if MOUNTS.exists() else []
-    kinds = {point.replace(r"\040", " "): kind for point, kind in mounts}  # the latest at each point
+    """Return whether a path is on FUSE (Drive), NFS or SMB."""
+    kinds = mounts()
     kind = kinds[max(filter(path.resolve().is_relative_to, kinds), key=len)] if kinds else ""
     return kind.startswith(("fuse.", "nfs", "cifs", "smb")) and "overlayfs" not in kind  # the root of a container
 

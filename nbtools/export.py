@@ -29,14 +29,17 @@ INSTEAD = "run.export('model'), without .onnx, writes the weights as safetensors
 
 
 def write(run: Run, path: Path, pack: Pack | None) -> Path:
-    """Write a file, and next to it as JSON the card of the data, the plan and the scores on the validation split."""
+    """Write a file, and next to it as JSON the card of the data, the plan, the scores on the validation split, and what
+    an ONNX file reads and returns."""
+    scores = {name: value for name, value in run.best.items() if name.startswith("val_")}
+    card = {"task": run.index["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict(), "validation": scores}
     if path.suffix == ".onnx":
         content = onnx_file(run, path, pack or Pack.open(run.index.get("pack", "")))
+        for side, described in zip(("inputs", "outputs"), run.task.tensors(run.card, run.plan), strict=True):
+            card[side] = {name: text for name, (_, text) in described.items()}
     else:
         path = path if path.suffix == ".safetensors" else path.with_name(f"{path.name}.safetensors")  # as model-v1.2
         content = save({name: each.contiguous() for name, each in checkpoint.weights(run.folder).items()})
-    scores = {name: value for name, value in run.best.items() if name.startswith("val_")}
-    card = {"task": run.index["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict(), "validation": scores}
     with disk.explained("exporting", path):
         disk.write_atomic(path, content)
         disk.write_atomic(path.with_suffix(".json"), json.dumps(card, indent=1, ensure_ascii=False))
@@ -98,9 +101,8 @@ def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) 
     import onnxruntime
 
     session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0
-    reads = {one.name for one in session.get_inputs()}
     for batch in batches:
-        given = {name: tensor.numpy() for name, tensor in zip(graph.names, batch, strict=True) if name in reads}
+        given = {one.name: batch[graph.names.index(one.name)].numpy() for one in session.get_inputs()}
         with torch.no_grad():
             pairs = zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True)
         for ours, theirs in pairs:

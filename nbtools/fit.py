@@ -285,6 +285,7 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     state, surface, plan = job.state, job.surface, one_share(job.state)
     fixed = [] if state.over else [*plan.fixed_settings()]  # at the end, what is proposed is for the next run
     fixed += ["batch_size"] * (state.ranks.world > 1)  # of several processes, which have a share of it
+    train.release(state)  # all of the GPU is for the measurement
     verdict = measure.verdict(job.task, job.pack, plan, fixed=fixed, run_s=state.meter.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))
     if surface.panel is not None and (verdict.best or not state.over):  # when it is over, the cell has the sentence

@@ -1,82 +1,29 @@
 """A run's folder: which one a call refers to and changes; how it starts, resumes, is taken over, and is saved."""
 
-import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from uuid import uuid4
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbtools import disk, measure, show, train
-from nbtools.data import Card, Pack, retry, say
+from nbtools.data import Pack, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run, as_plan
-from nbtools.train import History, Keeper, Plan, Record, Task, TrainState, checkpoint
+from nbtools.train import ADVISED, History, Keeper, Plan, Record, Task, TrainState, checkpoint, identity
 
 RUNS = Path("runs")
 OURS = (checkpoint.INDEX, PLAN, CARD, HISTORY, RECEIPT, VERDICT, "plot.png")  # besides checkpoints
-PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
-FREE = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 SAVE_EVERY = 60.0  # seconds between checkpoints inside an epoch: what a lost session may cost
 SAVE_SHARE = 0.01  # of the time that checkpoints may take
 Lines = Mapping[str, list[str]]
-
-
-def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
-    """Return what a run is besides its plan, each part as a list of lines."""
-    (loss, metrics, augment, functions), name = train.objective(task), train.task_name(task)
-    named, own = train.qualified_name(loss) if loss else "default", "given" not in vars(task)
-    parts = {
-        "pack": [card.digest[:12]],
-        "network": [*structure(model)],
-        "loss": [*structure(loss, values=True)] if isinstance(loss, nn.Module) else [named],  # such as class weights
-        "metrics": metrics,
-        "augment": [f"{name} {strength}" for name, strength in augment.items()],
-        **{part: [name] for part, name in functions.items()},
-        "trained": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
-    }
-    if task.card is not None and own:  # a Task that somebody wrote, whose loss may read its attributes
-        parts["settings"] = [*settings(task, values=False)]  # numbers and names: a list may collect something
-    if ":" not in name:  # else the name of a variable, which may change
-        parts["task"] = [name]
-    if task.card is not None and not plan.given().keys() & FREE:
-        parts["recipe"] = [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]
-    return parts
-
-
-def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
-    """Yield a line a module, with its type and its plain settings, and a line a tensor, with its shape or values."""
-    for name, module in model.named_modules():
-        # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
-        kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
-        yield f"{name}: {kind}({', '.join(settings(module, values))})".removeprefix(": ")
-    for name, tensor in model.state_dict().items():
-        yield f"{name} {[*tensor.shape]} {digest(tensor) if values else ''}".strip()
-
-
-def settings(thing: Any, values: bool) -> Iterator[str]:
-    """Yield `name=value` of its plain attributes; values: also of lists, mappings and tensors."""
-    for name, value in vars(thing).items():
-        if values and isinstance(value, torch.Tensor):
-            value = digest(value)
-        if isinstance(value, FunctionType | BuiltinFunctionType):  # such as F.relu
-            value = train.qualified_name(value)
-        if isinstance(value, (*PLAIN, list, dict) if values else PLAIN) and name not in VARYING and name[0] != "_":
-            yield f"{name}={value}"
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()[:12]
 
 
 def differences(before: Lines, now: Lines) -> list[str]:
@@ -119,7 +66,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
     index, old, messages = former.index, former.plan, []
     if call is None:
         call = old.marked(old.to_dict())
-        if not index["given"].keys() & FREE:  # where no call ever gave a plan, the task does
+        if not index["given"].keys() & ADVISED:  # where no call ever gave a plan, the task does
             call = call.replace(**plan_for(task, pack, None).given())
     plan, (epoch, step) = plan_for(task, pack, call), last_place(index)
     changed = {name: value for name, value in plan.given().items() if value != index["given"].get(name, ...)}

@@ -26,11 +26,11 @@ LARGER = ((2, "1.5–2", "3–5"), (4, "2–3", "5–10"), (8, "2–4", "10–20
 MADE = r"(<!-- {0} -->\n).*?(<!-- /{0} -->)"  # their generated lines lie between these
 
 METADATA = {
-    "accelerator": "GPU",  # Colab opens the notebook with one
-    "colab": {"gpuType": "T4", "provenance": []},
+    "colab": {"provenance": []},
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
 }
+GPU = {"accelerator": "GPU", "colab": {"gpuType": "T4", "provenance": []}}  # Colab opens the notebook with one
 
 
 def repository() -> str:
@@ -86,7 +86,8 @@ def notebook(name: str, address: str) -> NotebookNode:
         kept = ("tags", "cellView", "jupyter")  # the last two fold a cell, in Colab and in JupyterLab
         made.metadata.update({name: cell.metadata[name] for name in kept if name in cell.metadata})
         cells.append(made)
-    return nbformat.v4.new_notebook(cells=cells, metadata=METADATA)
+    opened = METADATA if "**GPU:** none needed" in text else METADATA | GPU
+    return nbformat.v4.new_notebook(cells=cells, metadata=opened)
 
 
 def with_parameters(made: NotebookNode, **values: object) -> NotebookNode:

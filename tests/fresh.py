@@ -45,7 +45,6 @@ class Machine:
         """Of its kernel. pip may reach no index: all that nbtools needs is there already, as on Colab."""
         inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NBTOOLS_DRIVE", "COLAB_DRIVE")}
         return inherited | {
-            "COLAB_RELEASE_TAG": "release-colab_stand-in",
             "COLAB_DRIVE": str(self.drive),
             "NBTOOLS_CACHE": str(self.folder / "cache"),
             "IPYTHONDIR": str(self.folder / "ipython"),

@@ -84,7 +84,7 @@ def test_the_kept_receipts_keep_the_promises(name, figure):
     assert least <= found["value"] <= most
 
 
-@pytest.mark.parametrize(("task", "faster"), [("captcha", 1.5), ("hwdb", 1.4), ("sign", 1.5), ("segment", 1.0)])
+@pytest.mark.parametrize(("task", "faster"), [("captcha", 1.5), ("hwdb", 1.4), ("sign", 1.1), ("segment", 1.0)])
 def test_no_peer_trains_faster_beyond_the_spread_and_the_guide_is_behind(task, faster):
     found = figures(f"tasks_{task}")
     for peer in ("pytorch", "lightning", "accelerate", "transformers", "fastai"):

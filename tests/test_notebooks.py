@@ -46,11 +46,12 @@ def test_a_notebook_keeps_the_house_rules(name):
     first, install, *texts = cells(name, "markdown")
     assert re.match(r"# .+\n\n\[!\[Open in Colab\].+\n\n\S", first)
     assert "**GPU:**" in first
+    assert ("accelerator" in made["metadata"]) == (name not in ("captcha/1_data", "segment/1_data", "sign/1_data"))
     assert re.search(r"\*\*Measured:\*\* .*\d+ (s|min)\b.*\bon\s", first, re.S), "a time, with its machine"
     assert install.startswith("## Install")
     assert next(text for text in texts if text.startswith("## ")).startswith("## Settings")
     assert len(cells(name, "code")[0].splitlines()) <= 10
-    assert cells(name, "code")[0].startswith(f'SOURCE = "{ADDRESS}/archive/main.zip"\n')
+    assert cells(name, "code")[0].startswith(f'SOURCE = "{ADDRESS}/archive/main.zip"  # @param {{type:"string"}}\n')
     assert str(made).count("'source_hidden': True") == 1, "the cell that installs is folded"
     assert not re.search(r"nb\.stage\([^)]*\.csv", str(made)), "a folder or an archive is staged, no table"
     assert name != "9_your_own_task" or "epochs if DATA else EPOCHS" in str(made), "few epochs for generated data alone"
@@ -118,7 +119,6 @@ def test_captchas_and_a_task_of_ones_own_run_from_top_to_bottom_and_hand_on_what
 def machine_of_mine(place, monkeypatch):
     """A machine with a Drive, in this process."""
     monkeypatch.chdir(place)
-    monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
     return place
 
 

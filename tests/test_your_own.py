@@ -43,7 +43,6 @@ def test_a_cell_has_no_more_lines_than_promised():
 
 
 def test_a_folder_of_images_is_learned():
-    """The other cells are run by test_strangers."""
     for i, (image, name) in enumerate(own.images(450)):
         Path("shapes", name).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(Path("shapes", name, f"{i}.png"))

@@ -65,7 +65,7 @@ class Survey:
     check: Callable[[Entry, Sample], None] | None = None  # raises PackError(value, rule, fix)
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
     learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
-    elsewhere: Mapping[str, Column] = field(default_factory=dict)  # columns that are not to be stored
+    columns: Mapping[str, Column] = field(default_factory=dict)  # with their layouts, also those that are not stored
 
 
 def build_pack(
@@ -284,7 +284,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
         (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
     with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
-    card = Card(task, classes, {**survey.options}, {**columns, **survey.elsewhere}, {}, survey.bucket_by, [*draw[:2]])
+    card = Card(task, classes, {**survey.options}, {**columns, **survey.columns}, {}, survey.bucket_by, [*draw[:2]])
     pack = Pack(folder, card, {}, np.zeros(len(entries), np.uint8))
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(pack.arrays[label], classes)
@@ -306,7 +306,7 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     """Return the split of each sample, by its group or name, exact: by its arrays without the class; and remarks."""
     places = []
     for i, entry in enumerate(entries):
-        arrays = pack.sample(i) if survey.exact and not survey.elsewhere else {}
+        arrays = pack.sample(i) if survey.exact and pack.is_stored else {}
         held = b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named}))
         places.append(splits.position(entry.group or held or entry.name, draw[2]))
     if survey.exact and len({*places}) < min(100, len(places) / 2):  # of a few kinds of rows no split should lack one

@@ -17,9 +17,9 @@ import numpy as np
 
 from nbtools.data.build import RawFiles, make_pack, open_pack
 from nbtools.data.fetch import drive_path, files_in, is_far
-from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, Form, compose, is_image, is_missing, plain_values
+from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, compose, fit, is_image, is_missing, plain_values
 from nbtools.data.items import Items, Part, column_name, parts_of, target_of
-from nbtools.data.pack import Card, Sample, is_pack
+from nbtools.data.pack import Card, Column, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares, some
 from nbtools.data.stage import stage
@@ -112,10 +112,11 @@ def say_resize(items: Items, resize: Sequence[Any], chosen: bool) -> None:
     """Say how images are resized, if that was `chosen` here, and what on them does not follow, though it should."""
     if chosen:
         say("images are resized to {} × {} by resize={!r}; the choices are {}".format(*resize, ", ".join(RESIZES)))
-    form = items.forms[TARGET] if items.kind == "values" else Form("none")
-    if TARGET not in {*items.pictures, *items.marked} and (len(form.shape) > 1 or form.shape[-1:] in ((2,), (4,))):
+    column = items.columns[TARGET] if items.kind == "values" else Column("fixed", "", ())
+    axes = len(column.shape) + (column.kind == "ragged")
+    if TARGET not in {*items.pictures, *items.marked} and (axes > 1 or column.shape in ((2,), (4,))):
         fix = "points='target' moves points and boxes; give masks as PIL images"
-        say(f"the target {form.column} is left as it is: {fix}")
+        say(f"the target {column} is left as it is: {fix}")
 
 
 def size_of(size: Any, resize: str | None) -> list[int] | None:
@@ -342,7 +343,8 @@ def options_like(card: Card) -> dict[str, Any]:
     roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
     roles["inputs"] = card.options["columns"] or roles["inputs"]  # of a table, which may have more
     classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
-    roles["like"] = {name: form for name, form in card.options["forms"].items() if form["kind"] == "values"}
+    values = [name for name in card.columns if name != TARGET or card.options["kind"] == "values"]
+    roles["like"] = {name: card.columns[name] for name in values}
     return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
 
@@ -371,7 +373,7 @@ def sample_of(item: Any, card: Card) -> Sample:
     """Return an item, or an image file, as packing would have stored its inputs: as the Dataset returns it, or without
     its target; else a dict by the columns, or values in their order. Raises PackError(value, rule, fix)."""
     options = card.options
-    forms = {name: Form(**options["forms"][name]) for name in options["inputs"]}
+    columns = {name: card.columns[name] for name in options["inputs"]}
     if options["columns"] and isinstance(item, Mapping):  # a row of a table
         numbers = [item.get(name) for name in options["columns"]]
         numbers = [float(number) for number in numbers if isinstance(number, int | float | np.number | np.bool_)]
@@ -381,13 +383,13 @@ def sample_of(item: Any, card: Card) -> Sample:
     values = {column_name(key): value for key, value in parts.items()}
     if not isinstance(item, Mapping):
         chosen = [parts[key] for key in (roles["inputs"] or parts) if key != roles["key"] and key in parts]
-        values = dict(zip(forms, chosen if len(chosen) == len(forms) else parts.values(), strict=False))
-    if not values.keys() >= forms.keys():
-        raise PackError(", ".join(values), f"an item must have {', '.join(forms)}", "add what is missing")
-    for name, form in forms.items():
-        if isinstance(path := values[name], str | Path) and not (form.layout or options["text"]):
+        values = dict(zip(columns, chosen if len(chosen) == len(columns) else parts.values(), strict=False))
+    if not values.keys() >= columns.keys():
+        raise PackError(", ".join(values), f"an item must have {', '.join(columns)}", "add what is missing")
+    for name, column in columns.items():
+        if isinstance(path := values[name], str | Path) and not (column.layout or options["text"]):
             raise PackError(path, f"{name} must be an image to be read from a file", "pass arrays or rows")
-        values[name] = Path(path) if isinstance(path, str) and form.layout else path
-    values = {name: values[name] for name in forms}
+        values[name] = Path(path) if isinstance(path, str) and column.layout else path
+    values = {name: values[name] for name in columns}
     values = plain_values(values, options["resize"], options["text"], [*options["points"]])
-    return {name: np.asarray(forms[name].fit(name, value)) for name, value in values.items()}
+    return {name: np.asarray(fit(name, value, columns[name])) for name, value in values.items()}

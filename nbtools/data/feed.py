@@ -177,19 +177,24 @@ class Streamed(Feed):
                     stream.wait_event(copied)
                     for tensor in raw.values():
                         tensor.record_stream(stream)
+                elif self.stream is not None:
+                    torch.cuda.empty_cache()
+                    raw = on(self.device, raw)
                 yield raw
                 begun.extend(islice(coming, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # not the gather under way: a disk may not answer
 
     def fetch(self, ids: np.ndarray) -> tuple[Raw, Any]:
-        """Return a batch on the device, and the event after which it is there."""
+        """Return a batch on the device, and the event after which it is there; where memory ran out, on the host."""
         raw = next(self.host([ids]))
         if self.stream is None:
             return on(self.device, raw), None
         with torch.cuda.stream(self.stream):  # torch uses pinned memory again, but not before its copy is over
             pinned = {name: tensor.pin_memory() for name, tensor in raw.items()}
-            return on(self.device, pinned), self.stream.record_event()
+            with suppress(torch.OutOfMemoryError):
+                return on(self.device, pinned), self.stream.record_event()
+        return raw, None
 
 
 class Workers(Feed):

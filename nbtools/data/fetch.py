@@ -122,20 +122,25 @@ def retry(act: Callable[[], T], place: Path, progress: Callable[[], object] = in
         remount(place)
 
 
+def mount_point() -> Path:
+    """Return where Colab's Drive is mounted, by nbtools or by the user, else where it will be."""
+    return Path(next((point for point, kind in disk.mounts().items() if kind == "fuse.drive"), MOUNT))
+
+
 def mount() -> Path:
     """Return Colab's My Drive; it is mounted first, which asks for access. Raises DriveRefused, StageError."""
     global _declined
-    place = MOUNT / "MyDrive"
+    place = mount_point() / "MyDrive"
     with suppress(OSError):  # the folder may remain when the mount is gone
-        if os.path.ismount(MOUNT) and os.listdir(place) is not None:
+        if os.path.ismount(place.parent) and os.listdir(place) is not None:
             return place
     try:
         if not _declined:
             from google.colab import drive  # pyright: ignore[reportMissingImports]
 
-            drive.mount(str(MOUNT), force_remount=True)  # the folder that a lost mount leaves counts as mounted
+            drive.mount(str(place.parent), force_remount=True)  # the folder that a lost mount leaves counts as mounted
             return place
-    except ImportError:
+    except (ImportError, NotImplementedError):  # Kaggle's machines have Colab's package, without its Drive
         raise StageError("drive: is Colab's Drive. Elsewhere, set NBTOOLS_DRIVE to a folder to use instead.") from None
     except Exception as error:  # ValueError, RuntimeError or Colab's own MessageError, by version
         if not (_declined := type(error).__name__ == "MessageError"):  # the browser's answer: access is not granted
@@ -147,7 +152,7 @@ def mount() -> Path:
 def remount(path: Path) -> None:
     """Mount Colab's Drive anew if a path is on it, and it is away. Only the main thread can: Colab may ask the user."""
     named = str(path).startswith("drive:") and not os.environ.get("NBTOOLS_DRIVE")
-    if (named or path.is_relative_to(MOUNT)) and current_thread() is main_thread():
+    if (named or path.is_relative_to(mount_point())) and current_thread() is main_thread():
         try:
             mount()
         except StageError as error:

@@ -10,7 +10,6 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -181,62 +180,44 @@ def class_text(value: Any, names: Sequence[str]) -> str:
     return names[value]
 
 
-@dataclass(frozen=True)
-class Form:
-    """The form of a column, which a pack's card keeps.
+def fit(name: str, value: Any, column: Column, kind: str = "values", names: Sequence[str] = ()) -> Any:
+    """Return the array of a plain value as a pack has it in a column; a class as its text.
 
-    kind: classes (a text), labels (K,) of 0 and 1, or values. shape: its first axis is None where samples differ in it;
-    layout: `hwc`, `chw` or `hw` of images, "" of all else; names: the classes allowed.
+    kind: of a target also classes (a text), or labels (K,) of 0 and 1; names: the classes allowed. Raises
+    PackError(value, rule, fix).
     """
-
-    kind: str
-    dtype: str = "<i8"
-    shape: Sequence[int | None] = ()
-    layout: str = ""
-    names: tuple[str, ...] = ()
-
-    @property
-    def ragged(self) -> bool:
-        return None in self.shape[:1]
-
-    @property
-    def column(self) -> Column:
-        shape = tuple(n or 0 for n in self.shape[self.ragged :])
-        return Column("ragged" if self.ragged else "fixed", self.dtype, shape)
-
-    def fit(self, name: str, value: Any) -> Any:
-        """Return the array of a plain value as packed; a class as its text. Raises PackError(value, rule, fix)."""
-        if self.kind == "classes" or (self.kind == "labels" and isinstance(value, list)):
-            words = () if any(name.lstrip("-").isdecimal() for name in self.names) else self.names  # else 2 is "2"
-            labels = [*map(compose, value)] if self.kind == "labels" else [class_text(value, words)]
-            if self.names and (other := [label for label in labels if label not in self.names]):
-                raise PackError(other[0], f"the class must be one of {len(self.names):,}: {some(self.names)}", FIX)
-            return labels[0] if self.kind == "classes" else np.array([each in labels for each in self.names], np.uint8)
-        array = numeric(name, value)
-        if self.layout == "hwc" and array.ndim == 2:
-            array = np.stack([array] * 3, -1)  # a grey one among colours
-        if self.layout == "hw" and array.shape[2:] == (3,) and array.dtype == np.uint8:  # a colour one: Pillow's L
-            array = ((array @ np.array([19595, 38470, 7471]) + 2**15) >> 16).astype(np.uint8)
-        if array.dtype.kind == "f" and len(odd := array[~np.isfinite(array)]):
-            raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
-        made = array.astype(self.dtype, copy=False)
-        exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
-        exact = exact and (not self.layout or made.dtype.kind == array.dtype.kind)  # 0…255 is no 0…1
-        exact = exact and (self.kind != "labels" or bool(np.isin(made, (0, 1)).all()))
-        alike = array.ndim == len(self.shape) and array.shape[self.ragged :] == self.column.shape and array.size > 0
-        if not (exact and alike):
-            raise PackError(f"{array.dtype} {array.shape}", f"{name} must be {self.column}, as in other items", FIX)
-        return made
+    if kind == "classes" or (kind == "labels" and isinstance(value, list)):
+        words = () if any(name.lstrip("-").isdecimal() for name in names) else names  # else 2 is "2"
+        labels = [*map(compose, value)] if kind == "labels" else [class_text(value, words)]
+        if names and (other := [label for label in labels if label not in names]):
+            raise PackError(other[0], f"the class must be one of {len(names):,}: {some(names)}", FIX)
+        return labels[0] if kind == "classes" else np.array([each in labels for each in names], np.uint8)
+    array, ragged = numeric(name, value), column.kind == "ragged"
+    if column.layout == "hwc" and array.ndim == 2:
+        array = np.stack([array] * 3, -1)  # a grey one among colours
+    if column.layout == "hw" and array.shape[2:] == (3,) and array.dtype == np.uint8:  # a colour one: Pillow's L
+        array = ((array @ np.array([19595, 38470, 7471]) + 2**15) >> 16).astype(np.uint8)
+    if array.dtype.kind == "f" and len(odd := array[~np.isfinite(array)]):
+        raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
+    made = array.astype(column.dtype, copy=False)
+    exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
+    exact = exact and (not column.layout or made.dtype.kind == array.dtype.kind)  # 0…255 is no 0…1
+    exact = exact and (kind != "labels" or bool(np.isin(made, (0, 1)).all()))
+    alike = array.ndim == len(column.shape) + ragged and array.shape[ragged:] == column.shape and array.size > 0
+    if not (exact and alike):
+        raise PackError(f"{array.dtype} {array.shape}", f"{name} must be {column}, as in other items", FIX)
+    return made
 
 
-def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -> Form:
-    """Return the form of plain values. Raises PackError with a sentence where they share none. classes: the names of
-    classes, where there are some; False: whole numbers are values; picture: they are PIL images."""
-    kinds, names = {type(value) for value in values}, tuple(classes or ())
+def common_column(name: str, values: Sequence[Any], classes: Any, picture: bool) -> tuple[str, Column]:
+    """Return (kind, as `fit` takes it, column) of plain values. Raises PackError with a sentence where they share none.
+    classes: the names of classes, where there are some; False: whole numbers are values; picture: they are PIL images.
+    """
+    kinds, count = {type(value) for value in values}, len(classes or ())
     if classes is not False and (str in kinds or kinds <= {int, bool}):
-        return Form("classes", names=names)
-    if kinds == {list} or (name == TARGET and names and {np.shape(value) for value in values} == {(len(names),)}):
-        return Form("labels", "|u1", (len(names),), names=names)
+        return "classes", Column("fixed", "<i8", ())
+    if kinds == {list} or (name == TARGET and count and {np.shape(value) for value in values} == {(count,)}):
+        return "labels", Column("fixed", "|u1", (count,))
     if kinds & {str, list}:
         raise PackError(f"{name} must be numbers, or images, in all items, got texts among them; make them match")
     arrays = [numeric(name, value) for value in values]
@@ -251,7 +232,8 @@ def common_form(name: str, values: Sequence[Any], classes: Any, picture: bool) -
         raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size= to resize")
     if others and (not shape or {(len(each), each[1:]) for each in others} != {(len(shape), shape[1:])}):
         raise PackError(f"{name} must have one shape, apart from its first axis, got {came} …; make them match")
-    return Form("values", dtype.str, (None, *shape[1:]) if others else shape, layout_of(name, picture, dtype, shapes))
+    layout = layout_of(name, picture, dtype, shapes)
+    return "values", Column("ragged" if others else "fixed", dtype.str, shape[1:] if others else shape, layout)
 
 
 def layout_of(name: str, picture: bool, dtype: np.dtype, shapes: Sequence[tuple[int, ...]]) -> str:
@@ -264,10 +246,10 @@ def layout_of(name: str, picture: bool, dtype: np.dtype, shapes: Sequence[tuple[
     return "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
 
 
-def moments_of(form: Form, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
+def moments_of(column: Column, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
     """Return (mean, standard deviation, 1 of what never varies) of the chosen rows, (n,) bool, of a column, of images
     in 0…1: per channel of images; per value of vectors and of each step of ragged columns; else one of all."""
-    axis = {"chw": 1, "hwc": 3}.get(form.layout, 1 if len(form.shape) == 1 + form.ragged else None)
+    axis = {"chw": 1, "hwc": 3}.get(column.layout, 1 if len(column.shape) == 1 else None)
     mean, squares, count, step = np.zeros(1), np.zeros(1), 0, max(1, BLOCK * len(array) // max(array.size, 1))
     for start in range(0, len(array), step):  # Chan's update: far from 0 a difference of squares says nothing
         block = array[start : start + step][rows[start : start + step]]
@@ -278,5 +260,5 @@ def moments_of(form: Form, array: np.ndarray, rows: np.ndarray) -> tuple[list[fl
             squares = squares + flat.var(1) * n + np.square(now - mean) * count * n / (count + n)
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
-    unit = 255 if form.layout and form.dtype == "|u1" else 1  # what 1 is kept as
+    unit = 255 if column.layout and column.dtype == "|u1" else 1  # what 1 is kept as
     return (mean / unit).tolist(), np.where(std > 0, std / unit, 1).tolist()

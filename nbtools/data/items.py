@@ -20,11 +20,11 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from nbtools import disk
 from nbtools.data import forms
 from nbtools.data.build import Entry, Sampler, Survey
-from nbtools.data.forms import FIX, TARGET, TARGETS, Form, is_image, is_names
-from nbtools.data.pack import FORMAT, Pack, Sample
+from nbtools.data.forms import FIX, TARGET, TARGETS, is_image, is_names
+from nbtools.data.pack import FORMAT, Column, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 10  # of what a card keeps of them; packs of another are made anew
+VERSION = 11  # of what a card keeps of them; packs of another are made anew
 SEEN = 64  # items looked at
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
@@ -118,9 +118,8 @@ class Items:
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
         self.index = {Path(name).as_posix(): i for i, name in enumerate(self.names)}  # as RawFiles asks
-        self.forms = self.look()
-        self.stored = [name for name in self.forms if options.store or (self.listed and name == TARGET)]
-        self.kind = self.forms[TARGET].kind if TARGET in self.forms else "none"
+        self.columns = self.look()
+        self.stored = [name for name in self.columns if options.store or (self.listed and name == TARGET)]
 
     def __len__(self) -> int:
         return len(self.places)
@@ -147,22 +146,23 @@ class Items:
 
     def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
         """Return the arrays of an item; its class as a text. Raises PackError(value, rule, fix)."""
-        values = self.values(i, None if {*columns} == self.forms.keys() else columns) if columns else {}
+        values = self.values(i, None if {*columns} == self.columns.keys() else columns) if columns else {}
         if values.keys() != {*columns}:
             raise PackError(", ".join(values), f"an item must have {', '.join(columns)}, like the others", FIX)
-        return {name: self.forms[name].fit(name, values[name]) for name in columns}
+        kinds = dict.fromkeys(columns, "values") | {TARGET: self.kind}
+        return {n: forms.fit(n, values[n], self.columns[n], kinds[n], self.allowed) for n in columns}
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
         name = path.as_posix()
         try:
-            sample = self.sample(self.index[name], self.forms)
+            sample = self.sample(self.index[name], self.columns)
         except PackError as error:  # where nothing is stored, an item is read here for the first time
             raise PackError(f"{name}: {error}") from None
         return sample | ({TARGET: np.asarray(classes.index(sample[TARGET]))} if self.kind == "classes" else {})
 
-    def look(self) -> dict[str, Form]:
-        """Return the form of each column in some items; note their hashes. Raises PackError where any do not fit."""
+    def look(self) -> dict[str, Column]:
+        """Return the columns of some items; note their hashes, the target's kind and its classes. Raises PackError."""
         seen, options = dict[str, list[Any]](), self.options
         for i in self.looked:
             values = {}
@@ -179,22 +179,25 @@ class Items:
             raise PackError("items have several labels each; list all of them: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
-        like = {name: Form(**form) for name, form in options.like.items() if seen.pop(name, None)}
-        common = like | {n: forms.common_form(n, v, classes, n in self.pictures) for n, v in seen.items() if v}
-        images = self.images = [name for name, form in common.items() if form.layout and name != TARGET]
-        there = ", ".join(f"{name} {form.column}" for name, form in common.items())
+        like = {name: column for name, column in options.like.items() if seen.pop(name, None)}
+        made = {n: forms.common_column(n, v, classes, n in self.pictures) for n, v in seen.items() if v}
+        common = like | {name: column for name, (_, column) in made.items()}
+        self.kind = made[TARGET][0] if TARGET in made else "values" if TARGET in like else "none"
+        self.allowed = [*(classes or ())]
+        images = self.images = [name for name, column in common.items() if column.layout and name != TARGET]
+        there = ", ".join(f"{name} {column}" for name, column in common.items())
         if (options.mean or options.std) and not images:
             raise PackError(f"mean and std are for images of 1, 3 or 4 channels, and the inputs hold none: {there}")
         for name in images if options.mean or options.std else ():
             if common[name].layout == "hw" and len(options.mean or ()) == 3:  # greys, for a pretrained network
-                common[name] = Form("values", "|u1", (*common[name].shape, 3), "hwc")
+                common[name] = Column("fixed", "|u1", (*common[name].shape, 3), "hwc")
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
             if above or {len(options.mean or ()), len(options.std or ())} != {count}:
                 rule = f"mean and std must have {count} numbers, one per channel of {name}, of bytes in 0…1"
                 raise PackError(f"{rule}, got {options.mean} and {options.std}; columns: {there}")
         for name in self.marked:
-            if len(images) != 1 or name not in common or (0, *common[name].column.shape)[-1] not in POINTS:
+            if len(images) != 1 or name not in common or (0, *common[name].shape)[-1] not in POINTS:
                 rule = "points must name columns (…, 2) of x, y or (…, 4) of x1, y1, x2, y2 beside one image"
                 raise PackError(f"{rule}, got {name!r} of {there}")
         return common
@@ -202,12 +205,11 @@ class Items:
     def card_options(self) -> dict[str, Any]:
         """Return what the card keeps, as JSON does."""
         options = {
-            "inputs": [name for name in self.forms if name != TARGET],
+            "inputs": [name for name in self.columns if name != TARGET],
             "kind": self.kind,
             "roles": {"key": self.target, **{name: getattr(self.options, name) for name in ROLES}},
-            "forms": {name: vars(form) | {"names": ()} for name, form in self.forms.items()},  # the card has them
             "resize": self.resize,
-            "points": {name: [*self.images, POINTS[self.forms[name].column.shape[-1]]] for name in self.marked},
+            "points": {name: [*self.images, POINTS[self.columns[name].shape[-1]]] for name in self.marked},
             "text": self.text,
             "columns": self.options.columns,
             **({} if self.options.store else {"stored": False}),
@@ -219,7 +221,7 @@ class Items:
         made = [FORMAT, VERSION, self.card_options(), vars(self.options) | {"text": None}, self.groups, draw]
         digest = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8)
         for split, part, _ in self.parts:
-            digest.update(repr((split, type(part).__qualname__, len(part))).encode())
+            digest.update(repr((split, type(part).__qualname__, len(part), self.columns)).encode())
             known = range(len(part)) if isinstance(part, KNOWN) else ()
             digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
             while part is not None:  # what Datasets say of all their items, also those below Subsets
@@ -237,16 +239,16 @@ class Items:
 
     def survey(self) -> tuple[Survey, Sampler]:
         """Return what `make_pack` needs. Raises PackError where stored items would differ at each reading."""
-        store, columns = self.options.store, self.forms
+        store, columns = self.options.store, self.columns
         if store and self.varying:
             rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
             fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
             raise PackError(f"{self.varying} {rule}. {fix}: each epoch then reads the Dataset itself")
-        classes = [*columns[TARGET].names] if self.kind in ("classes", "labels") else []
+        classes = self.allowed if self.kind in ("classes", "labels") else []
         if self.kind == "classes" and not classes and TARGET not in self.stored:
             raise PackError("store=False does not read the items before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
-        ragged = [name for name, form in columns.items() if form.ragged]
+        ragged = [name for name, column in columns.items() if column.kind == "ragged"]
         return Survey(
             [*map(Entry, self.names, splits, [None] * len(self), self.groups)],
             classes,
@@ -256,7 +258,7 @@ class Items:
             exact=True,
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
-            elsewhere={name: form.column for name, form in columns.items() if name not in self.stored},
+            columns=columns,
         ), partial(self.sample, columns=self.stored)
 
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
@@ -264,18 +266,18 @@ class Items:
         learned, read = dict[str, Any](mean={}, std={}), list[dict[str, Any]]()
         for i in () if self.options.store else self.looked:
             with suppress(PackError):
-                read.append(self.sample(i, self.forms))
-        for name, form in self.forms.items():
-            if form.kind != "values" or not (name == TARGET or form.dtype == "<f4" or form.layout):
+                read.append(self.sample(i, self.columns))
+        for name, column in self.columns.items():
+            if not (self.kind == "values" if name == TARGET else column.dtype == "<f4" or column.layout):
                 continue
             if name in pack.arrays:
                 array, rows = pack.arrays[name], np.isin(np.arange(len(pack)), train)
-                rows = np.repeat(rows, np.diff(pack.offsets[name])) if form.ragged else rows
+                rows = np.repeat(rows, np.diff(pack.offsets[name])) if name in pack.offsets else rows
             else:
-                array = (np.concatenate if form.ragged else np.stack)([sample[name] for sample in read])
+                array = (np.concatenate if column.kind == "ragged" else np.stack)([sample[name] for sample in read])
                 rows = np.ones(len(array), bool)
             given = (self.options.mean, self.options.std) if name in self.images and self.options.mean else None
-            moments = given or forms.moments_of(form, array, rows)
+            moments = given or forms.moments_of(column, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
         return learned
 

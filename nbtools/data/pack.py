@@ -34,7 +34,7 @@ from nbtools.errors import PackError
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT = 3  # of the folder; the manifest also names the nbtools that wrote it
+FORMAT = 4  # of the folder; the manifest also names the nbtools that wrote it
 MANIFEST = "pack.json"  # data sets have a manifest.json of their own
 ANEW = "delete the folder and pack again"
 Sample = dict[str, np.ndarray]
@@ -42,11 +42,13 @@ Sample = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Column:
-    """One array of a pack. kind `fixed`: a sample is an array of `shape`; `ragged`: (any length, *shape)."""
+    """One array of a pack. kind `fixed`: a sample is an array of `shape`; `ragged`: (any length, *shape). layout:
+    `hwc`, `chw` or `hw` of an image of `nb.pack`, "" of all else."""
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
+    layout: str = ""
 
     def __str__(self) -> str:
         shape = ("·", *self.shape) if self.kind == "ragged" else self.shape

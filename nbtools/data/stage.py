@@ -141,10 +141,10 @@ def find_staged(job: Job) -> Path | None:
 
 def act(job: Job, progress: bool) -> Path:
     """Fetch, check, unpack, and publish under the final name; the caller holds the lock."""
+    if progress:  # first: looking at thousands of files on Drive takes minutes
+        say(f"{job.text}: {job.why}, to {job.target}")
     (files, version), path = retry(job.look, Path(job.text)), job.path
     stem = job.target.name.rpartition("-")[0]
-    if progress:
-        say(f"{job.text}: {job.why}, to {job.target}")
     with unfinished(job.target, version) as begun:
         data, part = begun / "new" / stem, begun / "file.part"
         if set(files) != {""}:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from typing import Any
 from uuid import uuid4
@@ -156,8 +156,18 @@ class Panel:
         return bundle_of(self.form.whole, repr(self))
 
 
+def tree(widget: Any) -> Iterator[Any]:
+    """Yield a widget after those inside it and its layout and style, which are widgets too."""
+    parts = getattr(widget, "layout", None), getattr(widget, "style", None)
+    for part in (*getattr(widget, "children", ()), *filter(None, parts)):
+        yield from tree(part)
+    yield widget
+
+
 def bundle_of(widget: Any, text: str) -> dict[str, Any]:
     """Return a widget as a notebook shows it: data by type. text: for a page without a kernel."""
+    for each in tree(widget):
+        each.tooltip = getattr(each, "tooltip", "") or ""  # of None ipywidgets 8 shows "null"
     return {"text/plain": text, VIEW: {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}}
 
 

@@ -56,7 +56,8 @@ class Surface(View):
             if self.state.device.type == "cuda":
                 self.sampler = stack.enter_context(Sampler(self.state.device))
             if not self.state.over:
-                line = f"{facts.opening(self.state, self.pack)}; nb.watch({str(self.folder)!r}) shows it elsewhere"
+                elsewhere = f"nb.watch({str(self.folder)!r}) shows it in another notebook here"
+                line = f"{facts.opening(self.state, self.pack)}; {elsewhere}"
                 self.answer(line) if is_torchelastic_launched() else self.log([line])
             self.start(self.status)
             self.entered = stack.pop_all()
@@ -128,7 +129,7 @@ class Surface(View):
             except NbtoolsError as error:
                 self.answer(f"{REFUSED}{error}")
         if self.held != self.requests.paused:  # as the index says, for who watches it from elsewhere
-            self.held = self.requests.paused
+            self.held, self.due = self.requests.paused, 0.0
             checkpoint.mark(self.folder, paused=self.held or None)
         return self.requests.paused or bool(self.requests.pending)
 

@@ -19,13 +19,14 @@ from uuid import uuid4
 from nbtools import disk
 from nbtools.data import Card, bar, in_notebook, say
 from nbtools.live import draw, facts, samples
-from nbtools.live.panel import Panel, bundle_of
+from nbtools.live.panel import Panel, bundle_of, tree
 from nbtools.live.plot import SCALES, XS, Columns, picture
 from nbtools.show import UNIT, number
 from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
+FRAME_PART = 1 / 2_000  # of a run so far, at least, between frames: Jupyter keeps what a closed page misses (#4105)
 FRAME_COST = 0.0025  # share of the time that drawing may take, of the 0.01 that the whole surface may
 STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which takes half a second to draw
 LINES = 5  # of the log in view
@@ -37,8 +38,8 @@ KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 
 
 class View:
-    """A run's history, drawn as it grows: at most 4 times a second, and less often where that would take more than
-    FRAME_COST of the time; `due = 0.0` makes the next `draw` draw in any case. events: every message so far.
+    """A run's history, drawn as it grows: at most 4 times a second, less often in a long run and where that would
+    take more than FRAME_COST of the time; `due = 0.0` makes the next `draw` draw in any case. events: all messages.
 
     card: of the pack. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice of this
     plan, whose reasons stand next to the fields of one that is made. show: False draws and prints nothing.
@@ -50,7 +51,8 @@ class View:
         self.about = facts.About(folder.name, self.epochs(plan), card.splits["train"], best, since)
         self.columns, self.events = Columns(), list[str]()
         self.cards: Sequence[samples.Preview] = ()
-        self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
+        self.due, self.begun = 0.0, time.monotonic()
+        self.next_still = self.begun + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
         advice = given if getattr(given, "plan", None) == plan else plan
@@ -68,8 +70,7 @@ class View:
         """Put the live view into the output of the running cell."""
         self.draw(status)
         if self.output is not None:
-            self.output.lives, text = True, f"{PLOT_FILE} in {self.folder} shows how the run went"
-            show(bundle_of(self.output.view, text), self.output.name)
+            self.output.begin(f"{PLOT_FILE} in {self.folder} shows how the run went")
 
     def draw(self, status: str = facts.TRAINING) -> None:
         """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
@@ -84,7 +85,8 @@ class View:
             self.output.facts.value = facts.html(self.columns, self.about, status)
             look: list[Any] = [choice.value for choice in self.output.choices]
             self.output.frame.value = draw.page(picture(self.columns, self.about.best, *look), head="")
-            self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
+            cost, now = time.thread_time() - start, time.monotonic()
+            self.due = now + max(FRAME_EVERY, cost / FRAME_COST, (now - self.begun) * FRAME_PART)
         except Exception as error:
             self.due = math.inf
             self.tell(f"the charts are no longer drawn ({type(error).__name__}: {error}); the run continues")
@@ -170,7 +172,7 @@ class Output:
 
         self.form, self.name, self.log = panel.form, uuid4().hex, list[list[str]]()
         self.lives = self.stale = False
-        self.stills: list[str] = []  # display ids of what replaces the view when the kernel is gone
+        self.stills = f"{self.name}-style", f"{self.name}-still"  # ids of what replaces the view without its kernel
         made = [HTML(layout=Layout(width="100%", margin="0")) for _ in range(4)]  # apart: frames send no images again
         self.facts, self.frame, self.samples, self.lines = made
         style, layout = {"description_width": "initial"}, Layout(width="auto", margin="0 16px 0 0")
@@ -183,12 +185,16 @@ class Output:
         self.view.add_class("nbtools-live")
         self.passing = [*parts, *[self.form.controls, self.form.whole] * own]  # at the end; own: in no other cell
 
+    def begin(self, text: str) -> None:
+        """Display the view, and in outputs of their own, as updating its own draws it anew, what shows without it."""
+        self.lives = True
+        show(bundle_of(self.view, text), self.name)
+        show({"text/html": STILL, "text/plain": ""}, self.stills[0])
+        show({"text/plain": ""}, self.stills[1])
+
     def still(self, image: Any, metadata: Any) -> None:
-        """Put a PNG below the view, visible only where the view is not. In a separate output: updating the view's would
-        make Jupyter draw all its widgets again."""
-        known, self.stills = bool(self.stills), [f"{self.name}-style", f"{self.name}-still"]
-        show({"text/html": STILL, "text/plain": ""}, self.stills[0], update=known)
-        show(image, self.stills[1], metadata, update=known)
+        """Put a PNG into its place."""
+        show(image, self.stills[1], metadata, update=True)
 
     def stay(self, image: Any, metadata: Any) -> None:
         """Put a PNG in the place of the view, with the last frame, which replaces it where scripts run, and the log
@@ -206,16 +212,8 @@ class Output:
             show({"text/html": f"<style>{draw.STYLE}</style>{self.lines.value}", "text/plain": text})
         self.lines.value = page + self.lines.value
         self.view.children = [self.lines]
-        for widget in self.passing:
-            close(widget)
-
-
-def close(widget: Any) -> None:
-    """Close a widget, those inside it, and its layout and style, which are widgets too."""
-    parts = getattr(widget, "layout", None), getattr(widget, "style", None)
-    for part in (*getattr(widget, "children", ()), *filter(None, parts)):
-        close(part)
-    widget.close()
+        for each in [each for widget in self.passing for each in tree(widget)]:
+            each.close()
 
 
 def show(data: Any, name: str | None = None, metadata: Any = None, update: bool = False) -> None:

@@ -92,11 +92,8 @@ def describe_network(task: Task, pack: Pack) -> tuple[bool, list[Any]]:
         return bool(own.pretrained), []
     with torch.random.fork_rng(devices=[]):
         model = train.build(own, pack.card, own.PLAN)
-    tensors = [[*parameter.shape, parameter.requires_grad] for parameter in model.parameters()]
-    pretrained = bool(own.pretrained) or not all(trained for *_, trained in tensors)
-    loss, *more = train.objective(own)
-    loss = str(loss) if isinstance(loss, nn.Module) else getattr(loss, "__qualname__", "default")
-    return pretrained, [str(model), tensors, pretrained, loss, *more]
+    pretrained = bool(own.pretrained) or not all(parameter.requires_grad for parameter in model.parameters())
+    return pretrained, [pretrained, train.identity(own, pack.card, model, own.PLAN)]
 
 
 def by_rules(task: Task, pack: Pack, pretrained: bool, chosen: Choices) -> Advice:

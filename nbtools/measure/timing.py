@@ -101,6 +101,8 @@ class Stepper:
     ):
         pack = as_task(task).part(pack, plan)
         require_sizes(pack, plan)
+        if device.type == "cuda":
+            devices.give_back()  # what an earlier one had, which a cycle keeps alive
         self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
         self.clock, self.halves = clock, halves
         self.state = TrainState(with_own_model(self.task), pack, plan if learning else plan.replace(**STILL), device)

@@ -122,7 +122,9 @@ def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any],
         batches = [on(device, gather(pack, ids, Padding(pack, plan))) for ids in typical(pack, plan, BATCHES)[0]]
         for number in range(STEPS):  # the gradients of first weights are mostly rounding in bf16
             plain.step(batches[number % len(batches)])
-        other.step(batches[0])  # fp16 finds its scale
+        other.step(batches[0])  # fp16 finds its scale, lowered since later weights may have larger gradients
+        for scaler in (plain.state.scaler, other.state.scaler):
+            scaler.update(scaler.get_scale() / FP16_ROOM)
         other.state.model.load_state_dict(plain.state.model.state_dict())
         first, again, changed = (differentiate(stepper, batches) for stepper in (plain, plain, other))
     except (RuntimeError, NbtoolsError, TypeError) as error:
@@ -148,7 +150,6 @@ def differentiate(stepper: Stepper, batches: Sequence[Raw]) -> tuple[float, Tens
     loss, state, dtype = 0.0, stepper.state, meter.sum_dtype(stepper.device)
     gradient = torch.zeros((), dtype=dtype, device=stepper.device)
     torch.manual_seed(state.applied.seed)
-    state.scaler.update(state.scaler.get_scale() / FP16_ROOM)  # later weights may have larger gradients than the first
     for raw in batches:
         stepper.clock()
         total, count = gradients(state, raw, len(raw["id"]))

@@ -11,21 +11,8 @@ from nbtools.train.loop import obey, train
 from nbtools.train.meter import Diverged
 from nbtools.train.optimizer import OPTIMIZERS
 from nbtools.train.own import classify, regress
-from nbtools.train.plan import LR_FACTORS, Plan, doubts, knob, list_changes, require_sizes, similar
+from nbtools.train.plan import ADVISED, LR_FACTORS, Plan, doubts, knob, list_changes, require_sizes, similar
 from nbtools.train.ranks import RankLost, Ranks, join, naming
-from nbtools.train.state import TrainState, adopt, change, require_change
+from nbtools.train.state import TrainState, adopt, change, order, require_change
 from nbtools.train.step import gradients, release, train_step
-from nbtools.train.task import (
-    Task,
-    TaskLike,
-    Tensors,
-    as_task,
-    bind,
-    build,
-    import_task,
-    objective,
-    order,
-    qualified_name,
-    task_name,
-    title_of,
-)
+from nbtools.train.task import Task, TaskLike, Tensors, as_task, bind, build, identity, import_task, task_name, title_of

@@ -31,7 +31,7 @@ from nbtools.data import remount, retry, say
 from nbtools.errors import CheckpointError
 from nbtools.train.state import TrainState, below
 
-VERSION = 2  # of a run folder
+VERSION = 3  # of a run folder
 INDEX, CONTROL = "run.json", "control.json"  # what a run is, and what is requested of it
 OLDER = 2  # checkpoints behind the last: it may be damaged, or not on Drive yet
 NAME = re.compile(r"\d{4,}-\d{8,}")
@@ -222,6 +222,7 @@ class Keeper:
         for path in self.target.iterdir():
             gone = path.stem not in names_in(index) and not (self.source / path.name).exists()
             if gone and FILE.fullmatch(path.name):
+                path.write_bytes(b"")  # Drive keeps what is deleted for 30 days, and counts it
                 path.unlink(missing_ok=True)
 
     def close(self, mount: bool = False, tell: Callable[[str], None] = say) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nbtools.data import TARGET, Card, Draws, Form, Pack, constant, places
+from nbtools.data import TARGET, Card, Draws, Pack, constant, places
 from nbtools.errors import TrainError
 from nbtools.show import percent
 from nbtools.train.plan import require_known
@@ -32,22 +32,17 @@ STRENGTHS = {"crop": 1 / 8, "flip": 0.5, "colour": 0.3}  # where none is given, 
 
 def packed_dataset(card: Card | None) -> bool:
     """Return whether `nb.pack` wrote the pack, so that its card says what its columns are."""
-    return card is not None and "forms" in card.options
-
-
-def layout_of(card: Card, name: str) -> str:
-    """Return how the images of a column lie: `hwc`, `chw` or `hw`; "" of a column of anything else."""
-    return Form(**card.options["forms"][name]).layout
+    return card is not None and "roles" in card.options
 
 
 def images_of(card: Card) -> list[str]:
     """Return the inputs that are images."""
-    return [name for name in card.options["inputs"] if layout_of(card, name)]
+    return [name for name in card.options["inputs"] if card.columns[name].layout]
 
 
 def shape_of(card: Card, name: str) -> tuple[int, ...]:
     """Return the shape of a sample's column as the network takes it, without the length of a ragged one."""
-    shape, layout = card.columns[name].shape, layout_of(card, name)
+    shape, layout = card.columns[name].shape, card.columns[name].layout
     return (shape[2], *shape[:2]) if layout == "hwc" else (1, *shape) if layout == "hw" else tuple(shape)
 
 
@@ -68,19 +63,19 @@ def prepare(raw: Batch, card: Card, draws: Draws | None, names: Any) -> Batch:
 
 def as_input(values: Tensor, card: Card, name: str) -> Tensor:
     """Return a column with its channels before its pixels, and its 255ths as float32 from 0 to 1."""
-    form = Form(**card.options["forms"][name])
-    if form.layout == "hwc":
+    column = card.columns[name]
+    if column.layout == "hwc":
         values = values.permute(0, 3, 1, 2)
-    elif form.layout == "hw":
+    elif column.layout == "hw":
         values = values.unsqueeze(1)
-    if form.layout and form.dtype == "|u1":
+    if column.layout and column.dtype == "|u1":
         return values.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return values.contiguous()
 
 
 def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (mean, std) of a column over the training split, each per channel (C, 1, 1), feature (F,), or of all."""
-    shape = (-1, 1, 1) if layout_of(card, name) else (-1,)
+    shape = (-1, 1, 1) if card.columns[name].layout else (-1,)
     mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
     return mean, std
 
@@ -305,7 +300,7 @@ def answers(outputs: Any, card: Card) -> list[Any]:
     kind, outputs = card.options["kind"], logits_of(outputs)
     if kind == "values":
         with suppress(TrainError):  # a Task's own outputs, such as a mean and a variance
-            values, layout = values_like(outputs, (len(outputs), *shape_of(card, TARGET))), layout_of(card, TARGET)
+            values, layout = values_like(outputs, (len(outputs), *shape_of(card, TARGET))), card.columns[TARGET].layout
             values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
             return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     elif kind == "labels":
@@ -314,13 +309,13 @@ def answers(outputs: Any, card: Card) -> list[Any]:
     elif kind == "classes" and outputs.shape[1:] == (len(card.classes),):
         best = outputs.float().softmax(1).max(1)
         return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-    return list(outputs)
+    return list(outputs.cpu())
 
 
 def preview(pack: Pack, i: int, answer: Any) -> tuple[np.ndarray, str, str, bool]:
     """Return `Task.preview` of a sample: its first image; values stand next to the true ones, not right or wrong."""
     card, sample, name = pack.card, pack.sample(i), images_of(pack.card)[0]
-    image = sample[name].transpose(1, 2, 0) if layout_of(card, name) == "chw" else sample[name]
+    image = sample[name].transpose(1, 2, 0) if card.columns[name].layout == "chw" else sample[name]
     if image.dtype != np.uint8:
         low, high = min(float(image.min()), 0.0), max(float(image.max()), 1.0)
         image = ((image - low) * (255 / (high - low))).round().astype(np.uint8)

@@ -158,8 +158,9 @@ class Recorder:
         except RuntimeError:
             numbers, index = torch.cuda.default_generators[self.stream.device_index], self.stream.device_index
             numbers.graphsafe_set_state(numbers.clone_state())  # else it waits for the end of the capture
-            with suppress(RuntimeError, AttributeError):  # as does the allocator (pytorch#180395; torch 2.8 to 2.11)
-                torch._C._cuda_endAllocateToPool(index, self.pool)
+            ends = "_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"  # from torch 2.8 on; before
+            with suppress(RuntimeError, AttributeError):  # as does the allocator (pytorch#180395; until 2.11)
+                getattr(torch._C, ends[not hasattr(torch._C, ends[0])])(index, self.pool)
                 torch._C._cuda_releasePool(index, self.pool)
             raise
         return graph.replay, result

@@ -111,7 +111,7 @@ class classify(Task):
             kept = tree_leaves([vars(module) for module in network.modules()])  # such as activations of a call before
             return copy.deepcopy(network, {id(x): x.detach() for x in kept if getattr(x, "grad_fn", None) is not None})
         first = card.options["inputs"][0]
-        width = (defaults.shape_of(card, first) or (1,))[0 if defaults.layout_of(card, first) else -1]
+        width = (defaults.shape_of(card, first) or (1,))[0 if card.columns[first].layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}
         parameters = inspect.signature(network).parameters.values()
         for p in parameters:

@@ -23,6 +23,7 @@ FIXED = ("optimizer", "compile", "channels_last", "sync_batchnorm", "determinist
 """Settings that a started run cannot change, with all that its task adds; the others may change while it trains."""
 AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "graph")
 """Settings that may change when a run is resumed, not while it trains."""
+ADVISED = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 LR_FACTORS: dict[str, Callable[[float], float]] = {"none": lambda k: 1.0, "sqrt": math.sqrt, "linear": lambda k: k}
 """The choices of `lr_rule` → the factor on lr for a batch k times as large."""
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's

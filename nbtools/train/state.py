@@ -21,10 +21,11 @@ from nbtools.train.meter import Meter
 from nbtools.train.optimizer import build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, as_task, bind, build, order
+from nbtools.train.task import TaskLike, as_task, bind, build
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 RECOVERY = ("micro", "careful_until", "skipped")  # what failed steps left behind
+EMULATED = "this GPU only emulates bfloat16, which is slow: set amp=fp16"
 T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
 
@@ -38,6 +39,11 @@ class Best:
     loss: float | None = None  # of the validation split then
     stale: int = 0  # evaluations since in which the metric did not improve
     drops: int = 0  # of lr, on a plateau
+
+
+def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
+    """Return what is greater for the better of two evaluations: by the metric, then by the lower validation loss."""
+    return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
 class TrainState:
@@ -66,7 +72,8 @@ class TrainState:
         if plan.graph and not self.built_in:
             raise TrainError("Plan.graph needs a built-in Plan.optimizer, whose lr a graph reads; set graph=False")
         self.schedule = build_schedule(self.task, plan)
-        self.scaler = devices.scaler_for(plan, self.device)
+        self.events: list[str] = []  # messages for the next yield
+        self.set_precision(plan)
         self.ema = AveragedModel(self.model, self.device, use_buffers=True) if plan.ema else None
         self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
         self.network: Any = self.ranks.wrap(torch.compile(self.model) if plan.compile else self.model)  # for training
@@ -77,7 +84,6 @@ class TrainState:
         self.micro = plan.micro_batch_size  # samples a forward pass: fewer than the plan's after an out-of-memory
         self.careful_until = self.skipped = 0  # each step before this one is checked before it counts; steps left out
         self.meter = Meter(self.device)
-        self.events: list[str] = []  # messages for the next yield
         own = {"warmup_epochs": self.schedule is not None, "weight_decay": not self.built_in}
         for name in (name for name, unused in own.items() if unused and plan.given().get(name)):
             self.events.append(f"Plan.{name} has no effect: the task's own optimizer or schedule decides it")
@@ -102,6 +108,12 @@ class TrainState:
             model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         return model
 
+    def set_precision(self, plan: Plan) -> None:
+        """Take the plan's scaler; say where its precision is a slow one."""
+        self.scaler = devices.scaler_for(plan, self.device)
+        slow = plan.amp == "bf16" and devices.reduced_precision(self.device) == "fp16"
+        self.events[:] = [*(each for each in self.events if each != EMULATED), *[EMULATED] * slow]
+
     @property
     def over(self) -> bool:
         """Return whether nothing is left to train: an epoch that has begun is finished, even if fewer are wanted."""
@@ -120,13 +132,14 @@ class TrainState:
         self.outside = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
         self.outside.__enter__()  # the caller's own random numbers go on behind the loop
         self.restore_rng()
-        self.forget_graphs()  # which have what was changed meanwhile as it was
         self.meter.watch.start()
 
     def end(self) -> None:
-        """End or pause the loop."""
+        """End or pause the loop, without what only steps need: a receipt needs the memory."""
         self.meter.watch.stop()
         self.capture_rng()
+        self.optimizer.zero_grad()
+        self.forget_graphs()
         self.outside.__exit__(None, None, None)
 
     def agree(self) -> Self:
@@ -278,7 +291,7 @@ def adopt(state: TrainState, new: Plan) -> None:
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.micro = new.micro_batch_size
     if "amp" in differing:
-        state.scaler = devices.scaler_for(new, state.device)
+        state.set_precision(new)
     state.forget_graphs()  # which compute by the plan of before
     follow(state.optimizer, new)
     state.applied = new

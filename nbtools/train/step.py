@@ -31,6 +31,7 @@ FIXES = {  # patterns of torch's errors in a step → what to do
     "does not require grad": "compute the loss in torch only, without .item(), .detach(), argmax, NumPy and no_grad",
     "inplace operation": "write y = y + 1 in place of y += 1 in the network or the loss",
     "CUBLAS_WORKSPACE": "torch computed on the GPU before nbtools was imported: restart, and import nbtools first",
+    "deterministic implementation": "set deterministic=False, or use another layer",
     "second time": "the network keeps what it computed for the last batch: detach it in forward",
 }
 

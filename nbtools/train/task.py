@@ -4,20 +4,21 @@ B samples, H and W pixels, K classes.
 """
 
 import copy
+import hashlib
 import importlib
 import inspect
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import Parameter
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, jit, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -27,8 +28,9 @@ from nbtools.train import defaults
 from nbtools.train.defaults import Batch, Pair
 from nbtools.train.device import keep_recurrent_in_float32
 from nbtools.train.optimizer import plan_optimizer
-from nbtools.train.plan import Plan
+from nbtools.train.plan import ADVISED, Plan
 
+PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): that of the columns."""
 TaskLike = Any
@@ -256,24 +258,54 @@ def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
     raise TrainError(f"{rule}; got a {type(loss).__name__}; compute it by operations of torch, without .item()")
 
 
-def order(value: float, loss: float | None, sign: float) -> tuple[float, float]:
-    """Return what is greater for the better of two evaluations: by the metric, then by the lower validation loss."""
-    return sign * value, -loss if loss is not None and math.isfinite(loss) else -math.inf
+def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, list[str]]:
+    """Return what a run is besides its plan, each part as a list of lines; the name of a task of other packs than those
+    of `nb.pack` stands for its loss, metrics and augmentation."""
+    parts, name = {"pack": [card.digest[:12]], "network": [*structure(model)]}, task_name(task)
+    if task.card is not None:
+        given = vars(task).get("given", {"loss": task.loss})
+        loss, metrics = given["loss"], defaults.as_tuple(getattr(task, "measured", task.metrics))
+        named = [qualified_name(loss) if loss else "default"]
+        parts["loss"] = [*structure(loss, values=True)] if isinstance(loss, nn.Module) else named  # class weights too
+        parts["metrics"] = [metric if isinstance(metric, str) else qualified_name(metric) for metric in metrics]
+        parts["augment"] = [f"{name} {strength}" for name, strength in defaults.strengths(task.augment).items()]
+        for part in ("optimizer", "schedule"):
+            own = getattr(hook := getattr(task, part), "__func__", None) is not getattr(Task, part)
+            parts[part] = [qualified_name(given.get(part) or hook) if own else "default"]
+        if "given" not in vars(task):  # a Task that somebody wrote, whose loss may read its attributes
+            parts["settings"] = [*settings(task, values=False)]  # numbers and names: a list may collect something
+        if not plan.given().keys() & ADVISED:
+            parts["recipe"] = [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]
+    parts["trained"] = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if ":" not in name:  # else the name of a variable, which may change
+        parts["task"] = [name]
+    return parts
 
 
-def objective(task: Task) -> tuple[Any, list[str], dict[str, float], dict[str, str]]:
-    """Return the loss (None: the default), the metrics' names, the augmentations' strengths, and the names of optimizer
-    and schedule of a run on a pack of `nb.pack`; nothing for other tasks, whose name stands for all of them."""
-    if task.card is None:
-        return None, [], {}, {}
-    given = vars(task).get("given", {"loss": task.loss})
-    names = {"optimizer": "default", "schedule": "default"}
-    for name in names:
-        if getattr(hook := getattr(task, name), "__func__", None) is not getattr(Task, name):
-            names[name] = qualified_name(given.get(name) or hook)
-    metrics = defaults.as_tuple(getattr(task, "measured", task.metrics))
-    metrics = [metric if isinstance(metric, str) else qualified_name(metric) for metric in metrics]
-    return given["loss"], metrics, defaults.strengths(task.augment), names
+def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
+    """Yield a line a module, with its type and its plain settings, and a line a tensor, with its shape or values."""
+    for name, module in model.named_modules():
+        # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
+        kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
+        yield f"{name}: {kind}({', '.join(settings(module, values))})".removeprefix(": ")
+    for name, tensor in model.state_dict().items():
+        yield f"{name} {[*tensor.shape]} {digest(tensor) if values else ''}".strip()
+
+
+def settings(thing: Any, values: bool) -> Iterator[str]:
+    """Yield `name=value` of its plain attributes; values: also of lists, mappings and tensors."""
+    for name, value in vars(thing).items():
+        if values and isinstance(value, Tensor):
+            value = digest(value)
+        if isinstance(value, FunctionType | BuiltinFunctionType):  # such as F.relu
+            value = qualified_name(value)
+        if isinstance(value, (*PLAIN, list, dict) if values else PLAIN) and name not in VARYING and name[0] != "_":
+            yield f"{name}={value}"
+
+
+def digest(tensor: Tensor) -> str:
+    held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(held.numpy().tobytes()).hexdigest()[:12]
 
 
 def qualified_name(function: Any) -> str:

@@ -6,7 +6,7 @@
 # Looks at the machine you were given, shows where data belongs on it, and trains a first small model in half a minute.
 # A table of notebooks at the end shows what to open next.
 #
-# **GPU:** none needed. **Measured:** 37 s on two cores of an Intel Xeon (a cloud machine, no GPU), plus installation.
+# **GPU:** any, or none. **Measured:** 37 s on two cores of an Intel Xeon (a cloud machine, no GPU), plus installation.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
 

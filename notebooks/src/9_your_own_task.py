@@ -7,7 +7,7 @@
 # everything that the other notebooks have: the plan with reasons, the panel, the live picture, the receipt, and
 # resuming.
 #
-# **GPU:** none needed for the generated pictures. **Measured:** 1 min 52 s on
+# **GPU:** any; the generated pictures need none. **Measured:** 1 min 52 s on
 # two cores of an AMD EPYC (a cloud machine, no GPU, with other work beside it), plus installation.
 #
 # ![A run while it trains]({repository}/raw/main/docs/run.png)
@@ -28,7 +28,7 @@ SIZE = (64, 64)  # height and width to which images are resized
 RUN, KEEP = "runs/own", "drive:nbtools-data/runs/own"  # on this machine, fast; and where checkpoints are kept
 COUNT, EPOCHS = 3000, 15  # generated pictures; passes over them, fewer than advised: they are easy
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]

@@ -4,7 +4,7 @@
 # (`"drive:nbtools-main.zip"`); switching needs a new runtime. If it fails, pip's `ERROR` line says why.
 
 # %% cellView="form" jupyter={"source_hidden": true}
-SOURCE = "{repository}/archive/main.zip"
+SOURCE = "{repository}/archive/main.zip"  # @param {type:"string"}
 import importlib.util
 from os import getenv
 

@@ -65,6 +65,8 @@ def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_besi
     about = json.loads((tmp_path / "model.json").read_text())
     assert about["card"]["classes"] == pack.classes
     assert about["plan"]["lr"] == plan.lr
+    named = {one.name for one in (*session.get_inputs(), *session.get_outputs())}
+    assert named <= {**about["inputs"], **about["outputs"]}.keys()
 
 
 class Restless(toy.Linear):

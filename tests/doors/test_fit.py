@@ -55,7 +55,6 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_p
 
 
 def test_the_verdict_at_the_end_may_change_what_a_run_in_progress_keeps(pack, tmp_path, monkeypatch):
-    """Since it is for the next run."""
     verdict = MagicMock(wraps=partial(measure.verdict, seconds=0.05))
     monkeypatch.setattr(measure, "verdict", verdict)
     monkeypatch.setattr(measure, "receipt", partial(measure.receipt, seconds=0.05))

@@ -63,7 +63,6 @@ ROWS = {
 
 
 def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_small_file(tmp_path):
-    """The guide wrote 20,000 images, and to Drive."""
     for n, part in enumerate(("0Train", "1Train", "0Test", "1Test")):  # as they are published, and three pages each
         for writer in range(3):
             page(tmp_path / "raw" / f"HWDB2.{part}" / f"{n}0{writer}-P16.dgrl", *TEXTS[: 2 + writer])

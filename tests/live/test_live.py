@@ -129,7 +129,8 @@ def visit(begun, request) -> Visit:
 
 def test_names_are_text_and_at_every_width_facts_are_whole_and_charts_large_without_a_hole(visit):
     until(lambda: SCRIPT in visit.output.inner_text(), "the run's name")
-    for width in (700, 900, 1280, 1440, 1920, browser.WINDOW["width"]):
+    visit.save("begun")
+    for width in (700, 900, 1280, 1440, 1600, 1920, browser.WINDOW["width"]):
         visit.notebook.page.set_viewport_size({**browser.WINDOW, "width": width})
         visit.notebook.page.wait_for_timeout(300)
         cut, short, (loss, metrics, lr) = visit.output.evaluate(LAYOUT)
@@ -172,9 +173,12 @@ def test_a_drag_zooms_all_charts_also_those_of_later_frames_and_a_double_click_g
     mouse.dblclick(x + 0.5 * width, y + 30)
     until(lambda: not zoomed.count(), "the whole run")
     mouse.move(0, 0)
-    for x in ("samples", "step"):
-        output.locator(".widget-dropdown").filter(has_text="x axis").locator("select").select_option(x)
-        until(output.locator(f".nbt-grid[data-x={x}]").count, f"{x} along the axis")
+    looks = [("x axis", x, f".nbt-grid[data-x={x}]") for x in ("samples", "step")]
+    looks += [("y axis", "log", ".nbt-plot[data-log]"), ("smoothing", "none", ".nbt-charts:not(:has(.nbt-faint))")]
+    for name, choice, shows in (*looks, ("smoothing", "medium", ".nbt-faint"), ("y axis", "auto", ".nbt-grid")):
+        output.locator(".widget-dropdown").filter(has_text=name).locator("select").select_option(choice)
+        until(output.locator(shows).count, f"{name}: {choice}")
+    assert not output.locator("[title=null], [title=undefined]").count()
 
 
 def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothing_moves_meanwhile(visit):
@@ -189,6 +193,10 @@ def test_a_typo_is_asked_about_and_insisted_on_it_is_undone_by_the_run_and_nothi
     assert field.input_value() == "0.002"
     assert "rgb(0, 114, 178)" in field.evaluate(SHADOW), "the focus is visible"
     assert visit.output.get_by_role("textbox", name="lr", exact=True).count() == 1, "its name for who cannot see it"
+    notebook.type("lr", "inf")
+    until(lambda: "lr must be" in notebook.notice(), "the rule")
+    notebook.click("Undo")
+    until(lambda: field.input_value() == "0.002" == f"{now()}", "what was not applied, taken back")
     notebook.slide("lr", "End")
     until(notebook.button(r"Apply lr = \S+").is_visible, "the question of a handle at its end")
     slider = visit.output.get_by_role("slider", name="lr")
@@ -334,19 +342,22 @@ def test_the_cell_run_again_a_page_loaded_anew_and_a_second_one_have_resume_in_t
 
 
 def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(visit):
-    """Of a run that was under way when the file was saved, and of one that had ended."""
+    """Of a run that was under way when the file was saved, of one that had just begun, and of one that had ended."""
     notebook, file, kernel = visit.again(), visit.files["amid"], visit.opened == "new-kernel"
     facts = {name: value for name, value in file["metadata"].items() if name != "language_info"}
     if not kernel:
         facts["kernelspec"] = {"name": "gone", "display_name": "gone"}
-    both = [*file["cells"], dict(visit.files["stopped"]["cells"][FIT], id="ended")]
+    both = [*file["cells"], *(dict(visit.files[when]["cells"][FIT], id=when) for when in ("begun", "stopped"))]
     (visit.work / "again.ipynb").write_text(json.dumps({**file, "metadata": facts, "cells": both}))
     notebook.open("again.ipynb")
     notebook.ready() if kernel else notebook.page.locator(notebook.NO_KERNEL).click()
-    output, last = notebook.output(FIT), notebook.output(len(both) - 1)
+    output, first, last = (notebook.output(cell) for cell in (FIT, len(both) - 2, len(both) - 1))
     until(lambda: notebook.shows(output.locator("img")), "the picture")
     until(lambda: "Loading widget" not in output.inner_text(), "an answer to where the widget is")
     assert not re.search("widget|error displaying", output.inner_text(), re.IGNORECASE)
+    first.scroll_into_view_if_needed()
+    until(lambda: "Saved during training" in first.inner_text(), "what to do where there is no picture yet")
+    assert not re.search("widget|error displaying", first.inner_text(), re.IGNORECASE)
     last.scroll_into_view_if_needed()
     until(lambda: notebook.shows(last.locator("img")), "the picture of the run that had ended")
     assert last.locator(".nbt-grid").count() == 0, "a page that is not trusted runs no scripts"

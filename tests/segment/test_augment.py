@@ -88,7 +88,6 @@ def test_colours_change_as_brightness_contrast_and_saturation_one_after_the_othe
 
 
 def test_training_and_prediction_see_the_same_tensor():
-    """The guide normalised in two places, and differently."""
     raw = raw_batch(1)
     trained, predicted = segment.batch(raw, Plan(), Draws(0, 0, raw["id"])), segment.batch(raw, Plan(), None)
     assert torch.equal(trained["image"], predicted["image"])

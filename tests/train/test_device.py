@@ -1,6 +1,7 @@
 """The device that training goes to, and what is switched on there. No claim depends on this machine's CPU."""
 
 import os
+import sys
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import nbtools as nb
 from nbtools.errors import TrainError
 from nbtools.tasks import captcha, hwdb
-from nbtools.train import Diverged
+from nbtools.train import Diverged, adopt
 from nbtools.train.device import autotuning
 
 CUDA = torch.device("cuda")  # a name: nothing is put there
@@ -30,6 +31,17 @@ def test_training_goes_to_the_device_that_the_environment_names(pack, monkeypatc
     monkeypatch.setenv("NBTOOLS_DEVICE", "gpu")
     with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device available to torch here, .* got 'gpu'"):
         nb.TrainState(toy, pack, toy.PLAN)
+
+
+def test_bf16_that_a_gpu_only_emulates_is_said_from_the_start_and_when_chosen_live(pack, monkeypatch):
+    monkeypatch.setattr(sys.modules["nbtools.train.device"], "reduced_precision", lambda device: "fp16")  # as on a T4
+    state, said = (
+        nb.TrainState(toy, pack, toy.PLAN.replace(amp="bf16")),
+        "this GPU only emulates bfloat16, which is slow",
+    )
+    for amp in ("bf16", "off", "bf16", "off"):  # the first two as on a resume, which takes over the saved plan first
+        assert [each.startswith(said) for each in state.events] == [True] * (state.applied.amp == "bf16")
+        adopt(state, state.plan.replace(amp=amp))
 
 
 @pytest.mark.parametrize("task", [captcha, hwdb], ids=["captcha", "hwdb"])

@@ -132,6 +132,22 @@ def test_training_goes_on_while_drive_is_away_which_is_said_once_and_made_up_for
     assert same(nb.Run.open("drive", toy), straight)
 
 
+def test_a_kept_checkpoint_that_is_not_needed_is_emptied_before_it_is_deleted(pack, tmp_path, monkeypatch):
+    sizes, unlink = list[int](), Path.unlink
+
+    def noting(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "drive" and path.suffix == ".safetensors":
+            sizes.append(path.stat().st_size)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", noting)
+    pause = partial(threading.Event().wait, 0.5)  # lets a copy end
+    monkeypatch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))
+    task = acting({-(-pack.splits["train"] // PLAN.batch_size) * k + 2: pause for k in range(1, 8)})
+    nb.fit(task, pack, PLAN.replace(epochs=8), "run", keep="drive", **QUIET)
+    assert {*sizes} == {0}
+
+
 def away() -> None:
     raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 

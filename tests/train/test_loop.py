@@ -46,6 +46,7 @@ def test_training_lowers_the_loss_and_equals_a_plain_loop(pack):
         nn.utils.clip_grad_norm_(model.parameters(), plan.clip_norm or 0.0)
         optimizer.step()
     assert len(task.seen) == state.step > 0
+    assert all(parameter.grad is None for parameter in state.parameters), "memory that the receipt needs"
     assert logged[-1] < 0.8 * logged[0]
     assert torch.allclose(vector(state.model.parameters()), vector(model.parameters()), atol=1e-6)
 

@@ -24,7 +24,7 @@ RAW = None  # "drive:datasets/captcha.tar"; None: make demo images
 OPTIONS = {}
 KEEP = "drive:nbtools-data/captcha.tar"  # where the pack is kept; None: nowhere
 COUNT = 6000  # demo images
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]

@@ -29,7 +29,7 @@ RELEASE_GPU = False  # True: on Colab, release the machine when training ends, s
 COUNT = 6000  # demo images
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
@@ -43,6 +43,8 @@ from nbtools.tasks import captcha
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/captcha.tar")
 pack = captcha.pack(data or captcha.demo("data/captcha", count=COUNT), **OPTIONS)
+if KEEP and data is RAW:  # it does not come from there
+    pack.keep("drive:nbtools-data/captcha.tar")  # for 3_evaluate
 pack
 
 # %% [markdown]

@@ -6,7 +6,7 @@
 # Measures the trained model on images that it has never seen, shows the ones it gets wrong, reads files of your own,
 # and exports the model. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
+# **GPU:** any, or none. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
 # after `2_train`.
 
 # {install}
@@ -23,7 +23,7 @@ FILES = []  # images of your own to read, e.g. ["mine.png"]; empty: a few fresh 
 SPLIT = "test"  # "val" where there is no test split
 EXPORT = "captcha-model"
 COUNT, EPOCHS = 3000, 10  # for the short run, if there is no other
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
@@ -87,7 +87,7 @@ exported
 # On Colab your browser downloads the files.
 
 # %%
-if "COLAB_RELEASE_TAG" in os.environ:
+if os.path.exists("/var/colab/hostname"):
     from google.colab import files as browser
 
     browser.download(str(exported))

@@ -30,7 +30,7 @@ RELEASE_GPU = False  # True: on Colab, release the machine when training ends, s
 COUNT = 6000  # demo lines
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {}
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
@@ -44,6 +44,8 @@ from nbtools.tasks import hwdb
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/hwdb.tar")
 pack = hwdb.pack(data or hwdb.demo("data/hwdb", count=COUNT), **OPTIONS)
+if KEEP and data is RAW:  # it does not come from there
+    pack.keep("drive:nbtools-data/hwdb.tar")  # for 3_evaluate
 pack
 
 # %% [markdown]

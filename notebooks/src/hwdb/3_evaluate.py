@@ -7,7 +7,7 @@
 # are worst, and what a character-level language model adds to greedy decoding. Without a trained run on your Drive it
 # trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus
+# **GPU:** any, or none. **Measured:** 14 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus
 # installation, after `2_train`.
 
 # {install}
@@ -26,7 +26,7 @@ LANGUAGE = None  # "drive:texts/chinese.txt"
 SPLIT = "test"  # "val" where there is no test split
 FILES = []  # lines of your own to read: images, or pages as "page.dgrl#3"
 COUNT, EPOCHS = 3000, 4  # for the short run, if there is no other
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
@@ -116,7 +116,7 @@ pd.DataFrame({name: hwdb.scores(truth, answers) for name, answers in ways.items(
 # lines.
 
 # %%
-if not FILES and "COLAB_RELEASE_TAG" in os.environ:
+if not FILES and os.path.exists("/var/colab/hostname"):
     print("installing the font LXGW WenKai")
     # !apt-get install -qq fonts-lxgw-wenkai > /dev/null
 pages = sorted(hwdb.demo("data/fresh", count=24).rglob("HWDB2.0Test/*.dgrl"))

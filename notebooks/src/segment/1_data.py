@@ -26,7 +26,7 @@ RAW = None  # "drive:datasets/garments.tar"; None: make demo images
 OPTIONS = {}
 KEEP = "drive:nbtools-data/segment.tar"  # where the pack is kept; None: nowhere
 COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]

@@ -30,7 +30,7 @@ RELEASE_GPU = False  # True: on Colab, release the machine when training ends, s
 COUNT, SIDES = 1400, (128, 96)  # demo images, and their height and width in pixels
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES = {"epochs": 14, "warmup_epochs": 1.0, "scale_low": 0.8, "scale_high": 1.25, "jitter": 0.2}
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
@@ -44,6 +44,8 @@ from nbtools.tasks import segment
 
 data = RAW or PACK or nb.kept("drive:nbtools-data/segment.tar")
 pack = segment.pack(data or segment.demo("data/segment", count=COUNT, size=SIDES), **OPTIONS)
+if KEEP and data is RAW:  # it does not come from there
+    pack.keep("drive:nbtools-data/segment.tar")  # for 3_evaluate
 pack
 
 # %% [markdown]

@@ -6,7 +6,7 @@
 # Shows which classes are recognised and which are confused, which images are worst, and what test-time
 # scaling and mirroring gain and cost. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
+# **GPU:** any, or none. **Measured:** 11 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
 # after `2_train`.
 
 # {install}
@@ -21,7 +21,7 @@ PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise dem
 RUN = None  # another run; None: the one that 2_train kept, otherwise a short one
 SPLIT = "test"  # "val" where there is no test split
 COUNT, SIDES, EPOCHS = 700, (128, 96), 12  # for the short run, if there is no other
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]

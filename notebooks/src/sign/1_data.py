@@ -25,7 +25,7 @@ RAW = None  # "drive:datasets/signs.tar"; None: make demo clips
 OPTIONS = {}
 KEEP = "drive:nbtools-data/sign.tar"  # where the pack is kept; None: nowhere
 COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]

@@ -30,7 +30,7 @@ RELEASE_GPU = False  # True: on Colab, release the machine when training ends, s
 COUNT, GLOSSES = 600, 12  # demo clips, and how many signs
 MEASURE = True  # False: a plan by rules of thumb at once, and no receipt
 CHANGES, MORE = {}, 1.5
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
@@ -45,6 +45,8 @@ from nbtools.tasks import sign
 data = RAW or PACK or nb.kept("drive:nbtools-data/sign.tar")
 source = data or sign.demo("data/sign", count=COUNT, glosses=GLOSSES, categories=2, features=True)
 pack = sign.pack(source, **OPTIONS)
+if KEEP and data is RAW:  # it does not come from there
+    pack.keep("drive:nbtools-data/sign.tar")  # for 3_evaluate
 both = {"x", "features"} <= set(pack.columns)
 pack
 

@@ -6,7 +6,7 @@
 # Shows which signs are recognised and which are confused, how long one prediction takes, and what the model predicts
 # while somebody is still signing. Without a trained run on your Drive it trains a short one first.
 #
-# **GPU:** none needed. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
+# **GPU:** any, or none. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
 # after `2_train`.
 
 # {install}
@@ -21,7 +21,7 @@ PACK = None  # a pack of your own; None: the one that 1_data kept, otherwise dem
 RUN = None  # another run: "drive:nbtools-data/runs/sign-gru"; None: the one that 2_train kept
 SPLIT = "val"  # "test" where there is one
 COUNT, GLOSSES, EPOCHS = 400, 12, 20  # for the short run, if there is no other
-if "COLAB_RELEASE_TAG" not in os.environ:
+if not os.path.exists("/var/colab/hostname"):
     os.environ.setdefault("NBTOOLS_DRIVE", "drive")  # outside Colab, this folder stands in for Drive
 
 # %% [markdown]
