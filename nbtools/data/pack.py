@@ -76,15 +76,15 @@ class Card:
         return show.restore(cls, values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pack(show.Table):
     """An open pack. Shows as a table."""
 
     folder: Path
     card: Card
-    manifest: dict[str, Any] = field(repr=False)
-    split: np.ndarray = field(repr=False, compare=False)  # (n,) uint8, as in `split.npy`; 3: in no split
-    raw: Any = field(default=None, repr=False)  # the Dataset over what it was made of; None if that is gone
+    manifest: dict[str, Any]
+    split: np.ndarray = field(compare=False)  # (n,) uint8, as in `split.npy`; 3: in no split
+    raw: Any = None  # the Dataset over what it was made of; None if that is gone
 
     @classmethod
     def open(cls, folder: str | Path) -> Self:

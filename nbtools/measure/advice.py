@@ -35,7 +35,7 @@ Choice = tuple[Any, str]  # a value, and why
 Choices = dict[str, Choice]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice(Report):
     """A plan, with reasons for its settings and what was measured here. Shows as a table.
 

@@ -174,7 +174,7 @@ class Candidate:
         return "diverged" if self.loss is None else number(self.loss)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LrTrial(Report):
     """Hold what trying learning rates gave. Shows as a table.
 

@@ -35,7 +35,7 @@ SENTENCES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verdict(Report):
     """Tell what a plan is bound by here, and the one change worth making. Shows as a sentence and a table.
 

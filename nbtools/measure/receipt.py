@@ -46,7 +46,7 @@ class Rung:
     factor: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Receipt(Report):
     """Before and after on this machine and this data: the same network, trained with two plans, and the rungs between
     them; guide: the guide's optimised settings, over the baseline, None if they were not measured. Shows as a table.

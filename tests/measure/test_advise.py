@@ -127,7 +127,7 @@ def test_what_was_measured_has_its_evidence_is_kept_next_to_the_pack_and_comes_b
     advice = measured(job, pack)
     assert "measured here: " in advice.reasons["batch_size"]
     assert "rule of thumb" in advice.reasons["lr"]
-    assert advice.verdict.sentence in str(advice)
+    assert advice.verdict.sentence in repr(advice)
     seconds = advice.plan.epochs * advice.samples / advice.verdict.timing.samples_per_s
     assert f" of warmup · about {timing(seconds)} at the measured speed, " in str(advice)
     assert not any("advice" in path.name for path in pack.folder.iterdir())
@@ -145,7 +145,7 @@ def test_rules_alone_when_nothing_was_measured_before(tmp_path):
     advice = nb.advise(toy, toy.make_pack(tmp_path, count=60), measure=False)
     assert (advice.baseline, advice.verdict) == (toy.BASELINE, None)
     for text in ("not measured on this machine yet", f"{advice.samples} samples · ", "time not measured yet."):
-        assert text in str(advice)
+        assert text in repr(advice)
         assert text in advice._repr_html_()
     before, folded = advice._repr_html_().split("<details>")
     assert all(f">{name}<" in before for name in ("batch_size", "lr", "amp"))
