@@ -60,9 +60,9 @@ gpu-bench: export NBTOOLS_RESULTS = benchmarks/results/gpu
 gpu-bench: .venv/ready-bench  ## on a GPU: those checks, receipts of real sizes, all tasks' knobs, peers of captchas and signs
 	@# First what takes minutes: where time is short, these are the ones to have. What fails does not keep the rest from running.
 	@result=0; mkdir -p $(NBTOOLS_RESULTS); $(BIN)/python -m pytest -q -m cuda tests/cuda || result=1; \
-	for each in captcha:50000 hwdb:4000 sign:4000 segment:2000; do task=$${each%:*}; \
-	    { $(BIN)/python -m nbtools demo $$task build/$$task --count $${each#*:} && \
-	    $(BIN)/python -m nbtools train $$task --data build/$$task --run build/runs/$$task && \
+	for each in "captcha 50000 6" "hwdb 4000 4" "sign 4000 5" "segment 2000 5"; do set -- $$each; task=$$1; \
+	    { $(BIN)/python -m nbtools demo $$task build/$$task --count $$2 && \
+	    $(BIN)/python -m nbtools train $$task --data build/$$task --run build/runs/$$task --epochs $$3 && \
 	    cp build/runs/$$task/receipt.json $(NBTOOLS_RESULTS)/run_$$task.json; } || result=1; done; \
 	for task in captcha sign hwdb segment; do \
 	    $(BIN)/python -m benchmarks.knobs --task $$task --most 12 --rounds 3 || result=1; done; \

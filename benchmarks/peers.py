@@ -179,7 +179,7 @@ class Job:
         return total / denominator_of(count)
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(self.bound, net, self.plan)
+        return build_optimizer(self.bound, net, self.plan.replace(graph=False))
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
         """The plan's lr by step: that of the step's middle."""

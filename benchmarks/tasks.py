@@ -203,7 +203,7 @@ def compared(
         "guide": baseline.changes_from(plan),
         "levers": levers,
         "lines": {who: lines(PROGRAMS[who][0]) for who in ("nbtools", *peers)},
-        "versions": {who: version(package_of(who)) for who in ("nbtools", *peers)},
+        "versions": {"nbtools": nb.__version__, **{who: version(package_of(who)) for who in peers}},
     }
 
 

@@ -140,7 +140,7 @@ def prepare(
     with nullcontext() if progress else work("", False):  # the advice has a bar of its own
         call = measure.advise(task, pack) if call is None and former is None else call
         plan, given, messages = decide(task, pack, call, former)
-        if ranks.world > 1 and former is None and "graph" not in plan.given():
+        if ranks.world > 1 and not (former and former.over) and "graph" not in plan.given():
             plan = plan.replace(graph=False)  # an advice's own, which replays one process
     whole, pack = pack, task.part(pack, plan)
     counts = [f"{pack.splits[split]:,} of {count:,} {split}" for split, count in whole.splits.items() if count]
@@ -284,7 +284,7 @@ def diagnose(job: Job, tell: Callable[[str], None]) -> None:
     """Measure where the time of a step of this run goes, on a separate model; report the verdict and save it."""
     state, surface, plan = job.state, job.surface, one_share(job.state)
     fixed = [] if state.over else [*plan.fixed_settings()]  # at the end, what is proposed is for the next run
-    fixed += ["batch_size"] * (state.ranks.world > 1)  # of several processes, which have a share of it
+    fixed += ["batch_size", "graph"] * (state.ranks.world > 1)  # of several processes, which have a share, and no graph
     train.release(state)  # all of the GPU is for the measurement
     verdict = measure.verdict(job.task, job.pack, plan, fixed=fixed, run_s=state.meter.watch.wall)
     disk.write_atomic(job.folder / VERDICT, json.dumps(verdict.to_dict()))

@@ -141,15 +141,15 @@ Pass = tuple[float, Tensor]
 def one_pass(
     case: Case, pack: nb.Pack, device: torch.device, rounded: torch.dtype | None = None, **changes: Any
 ) -> Pass:
-    """rounded: what the weights are rounded to first."""
+    """rounded: by whose rounding the weights are changed first, off any grid: TF32 would not notice fp16's."""
     with untouched(device):
         state = TrainState(case.task, pack, case.plan.replace(**changes), device)
         devices.prepare(state.plan, device)
         without_dropout(state.model)
         for p in state.parameters if rounded else ():
-            p.data.copy_(p.data.to(rounded))
+            p.data.mul_(1 + torch.finfo(rounded or torch.float32).eps * (torch.rand_like(p) - 0.5))
         if state.scaler.is_enabled():
-            state.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE)
+            state.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE / 16 if case.ctc else SCALE)
         total, count = gradients(state, on(device, gather(pack, pack.ids("train")[:BATCH])), BATCH)
         gradient = torch.cat([p.grad.flatten() for p in state.parameters if p.grad is not None]).double()
         return float(total) / float(count), gradient / state.scaler.get_scale()

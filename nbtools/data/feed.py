@@ -8,14 +8,17 @@ import copy
 import gc
 import pickle
 import signal
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from threading import current_thread, main_thread
 from typing import Any, Self
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -166,7 +169,8 @@ class Streamed(Feed):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
-        pool = ThreadPoolExecutor(1, "nbtools-feed")
+        start = partial(torch.cuda.set_device, self.stream.device) if self.stream else None  # else its device is GPU 0
+        pool = ThreadPoolExecutor(1, "nbtools-feed", start)
         coming = (pool.submit(self.fetch, ids) for ids in batches)
         try:
             begun = deque(islice(coming, self.plan.prefetch + 1))
@@ -208,6 +212,7 @@ class Workers(Feed):
             raise TrainError(f'{rule}; stage the source again, or choose feed="auto"')
         super().__init__(pack, device, plan)
         self.idle: list[DataLoader] = []
+        self.start = start_method(pack.raw, device.type == "cuda") if plan.workers else None
 
     def open(self, first: np.ndarray) -> DataLoader:
         """Return a loader whose workers start with the first batch. What a Dataset draws at random depends on that and
@@ -224,7 +229,7 @@ class Workers(Feed):
             persistent_workers=many,
             worker_init_fn=begin,
             generator=torch.Generator().manual_seed(seed),
-            multiprocessing_context=start_method(self.pack.raw) if many and cuda else None,
+            multiprocessing_context=self.start,
         )
 
     def __call__(self, batches: Sequence[np.ndarray]) -> Generator[Raw, None, None]:
@@ -234,7 +239,9 @@ class Workers(Feed):
         loader.batch_sampler[:] = [batch.tolist() for batch in batches]
         handler = signal.getsignal(signal.SIGCHLD)
         try:
-            stream = iter(loader)
+            hidden = ("__spec__", "__file__") if self.start == "forkserver" else ()  # of which it would run the script
+            with patch.dict(vars(sys.modules["__main__"]), dict.fromkeys(hidden)):
+                stream = iter(loader)
             if current_thread() is main_thread():  # torch has it raise wherever this process is, as amid a step
                 signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
             for raw in stream:
@@ -252,8 +259,10 @@ class Workers(Feed):
         self.idle.append(loader)
 
 
-def start_method(data: Any) -> str:
-    """Return how workers beside CUDA start: by fork, which may deadlock, only where no other way has the data."""
+def start_method(data: Any, cuda: bool) -> str:
+    """Return how workers start: by fork, which may deadlock beside CUDA, where it is usual or no other has the data."""
+    if not cuda and get_context().get_start_method() == "fork":
+        return "fork"
     with suppress(Exception):  # pickle raises whatever its objects do
         return "fork" if b"__main__" in pickle.dumps(data) else "forkserver"
     return "fork"

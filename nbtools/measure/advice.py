@@ -28,6 +28,7 @@ MOST_PROCESSES = 8  # that read files: more wait for the same disk
 ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that a notebook shows wherever they come from
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
+BROKEN = {"mps": {"channels_last": (False, "batch norm is wrong with it on MPS (pytorch#175189)")}}
 SPEED = ("amp", "channels_last", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
 
@@ -122,7 +123,7 @@ def decide(
     task suggests, and the rest follows from these. pretrained: whether the network's weights are pretrained."""
     task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
-    advised: Choices = {**task.suggest(card, machine.accelerator), **(chosen or {})}
+    advised = {**task.suggest(card, machine.accelerator), **(chosen or {}), **BROKEN.get(machine.accelerator, {})}
 
     def value(name: str) -> Any:
         return advised[name][0] if name in advised else getattr(plan, name)

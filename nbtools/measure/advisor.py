@@ -213,7 +213,7 @@ class Search:
         """Return name → what differs from the plan: nothing, another precision or layout, both at once."""
         reduced = sorted({devices.reduced_precision(self.device), "fp16"})
         amps = {"cpu": ("off", "bf16"), "cuda": (*reduced, "off")}.get(self.device.type, ())
-        options = {"amp": amps, "channels_last": (False, True) if self.convolves else ()}
+        options = {"amp": amps, "channels_last": (False, True) if self.convolves and amps else ()}
         options = {name: values for name, values in options.items() if values and name not in self.fixed}
         changes = dict[str, dict[str, Any]]({"": {}})
         for row in itertools.product(*options.values()):

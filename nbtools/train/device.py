@@ -25,7 +25,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_DEVICES = ("cuda",)
-FP16_DEVICES = ("cuda", "mps")  # on a CPU most of its kernels are not vectorised, or emulated: a step took 14 s
+FP16_DEVICES = ("cuda",)  # on a CPU a step took 14 s; MPS's fused optimizers ignore its scale (pytorch#186360)
 FULL = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "ALLOCATION_FAILED", "to find an engine")
 """What a RuntimeError says where memory ran out; the last is cuDNN's, of which no algorithm's workspace fits."""
 NEARLY = 0.98  # torch sees a little less than is sold: 39.4 GiB (42.3 GB) of "40 GB", 22.0 GiB (23.7 GB) of "24 GB"
@@ -68,7 +68,9 @@ def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
         (plan.graph and kind not in GRAPH_DEVICES, f"graph replays CUDA graphs, {here}; set graph=False"),
         (plan.graph and unrecordable(plan), "graph cannot replay fp16, compile or checkpoint_activations; choose one"),
         (plan.sync_batchnorm and processes > 1 and kind != "cuda", f"sync_batchnorm needs CUDA, {here}; set it False"),
-        (plan.amp == "fp16" and kind not in FP16_DEVICES, f"amp = fp16 needs a GPU, {here}; use amp=bf16 or amp=off"),
+        (plan.amp == "fp16" and kind not in FP16_DEVICES, f"amp = fp16 needs CUDA, {here}; use amp=bf16 or amp=off"),
+        (plan.channels_last and kind == "mps", "channels_last breaks batch norm on MPS (pytorch#175189); set False"),
+        (plan.compile and plan.checkpoint_activations, "compile cannot trace checkpoint_activations; choose one"),
     ):
         if wrong:
             raise TrainError(f"Plan.{rule}")

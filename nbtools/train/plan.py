@@ -77,7 +77,7 @@ class Plan(Settings):
     betas: tuple[float, float] = knob((0.9, 0.999), "adam's decay rates; first: sgd momentum", least=0, most=0.99999)
     eps: float = knob(1e-8, "added to the denominator of adam's step; larger is steadier in bf16", above=0)
     clip_norm: float | None = knob(None, "maximum gradient norm; None: no clipping", above=0)
-    amp: str = knob("off", "mixed precision in forward and backward; fp16 needs a GPU", choices=("off", "bf16", "fp16"))
+    amp: str = knob("off", "mixed precision in forward and backward; fp16 needs CUDA", choices=("off", "bf16", "fp16"))
     compile: bool = knob(False, "torch.compile the model: a slow first step, faster ones after")
     graph: bool = knob(False, "replay whole steps as CUDA graphs (CUDA; no fp16, compile, checkpoint_activations)")
     channels_last: bool = knob(False, "NHWC weights and activations for convolutions")

@@ -73,24 +73,25 @@ class Ranks:
             dist.all_gather_object(objects, what)
         return objects
 
-    def total(self, loss_sum: Tensor, count: Tensor | float) -> tuple[Tensor, Tensor | float]:
-        """Return (loss sum, count) over all ranks, on the device."""
+    def total(self, loss_sum: Tensor, count: Tensor | float, shares: int) -> tuple[Tensor, Tensor | float]:
+        """Return (loss sum, count) of a batch in so many shares over all ranks, on the device."""
         if self.world == 1:
             return loss_sum, count
         pair = torch.zeros(2, dtype=torch.float64, device=self.device)
         put(pair, loss_sum, count)
         dist.all_reduce(pair)
+        pair /= self.world // shares
         return pair[0], pair[1]
 
-    def share(self, ids: np.ndarray) -> np.ndarray:
-        """Return this rank's share of a batch; where there is none, the first as padding, whose loss does not count."""
-        cuts = shares(len(ids), self.world)
-        at = self.rank if self.counts(len(ids)) else 0
-        return ids[cuts[at] : cuts[at + 1]]
+    def shares(self, size: int) -> int:
+        """Return how many shares a batch of so many samples has: one a rank, of at least two samples, which BatchNorm
+        needs. A smaller batch is a single share, on which every rank trains."""
+        return self.world if size >= 2 * self.world else 1
 
-    def counts(self, size: int) -> bool:
-        """Return whether this rank has samples of its own in a batch of so many."""
-        return self.rank < len(shares(size, self.world)) - 1
+    def share(self, ids: np.ndarray) -> np.ndarray:
+        """Return this rank's share of a batch."""
+        shares = self.shares(len(ids))
+        return np.array_split(ids, shares)[self.rank % shares]
 
     def seed(self, *numbers: int) -> None:
         """Give all ranks but the first random numbers that follow from these, so that no checkpoint keeps them."""
@@ -157,10 +158,3 @@ def naming() -> Iterator[None]:
         why = f"did not answer for {limit().total_seconds():g} s (NBTOOLS_TIMEOUT): {error}".splitlines()[0]
         fix = "start again to resume from the last checkpoint"
         raise RankLost(f"another rank of this run ended, or {why}; {fix}") from error
-
-
-def shares(size: int, world: int) -> list[int]:
-    """Return where the shares of a batch of `size` samples begin and end: contiguous, as even as possible, and of at
-    least two samples, which BatchNorm needs, so that a small batch has fewer than `world`."""
-    count = max(min(world, size // 2), 1)
-    return [size * i // count for i in range(count + 1)]

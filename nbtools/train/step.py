@@ -1,7 +1,6 @@
 """One optimizer step: draw the batch, forward in autocast, backward, clip, `optimizer.step()`, average. Around it, one
 function halves the micro-batch when memory runs out, and one skips a step whose loss or gradient is not finite."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,6 @@ from nbtools.train.defaults import Batch
 from nbtools.train.device import autocast, give_back, within_memory
 from nbtools.train.graph import Graphs, Sums
 from nbtools.train.meter import Diverged
-from nbtools.train.ranks import shares
 from nbtools.train.state import TrainState
 from nbtools.train.task import as_sum, set_training
 
@@ -99,17 +97,15 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
     parts = micro_batches(state, raw, size)
     if len(parts) == 1 and ranks.world == 1:
         return backward(state, raw, None)
-    # DDP takes the mean of the ranks' gradients with the last part: of sum / (size / world), so of sum / size. A rank
-    # without a share of a small batch has padding, whose gradient is 0. The count is known only at the end.
-    own = ranks.counts(size)
-    denominator = size / ranks.world if own else math.inf
+    # DDP takes the mean of the ranks' gradients with the last part: of sum / (size / shares), so of sum / size.
+    # The count is known only at the end.
+    shares = ranks.shares(size)
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in parts:
         with nullcontext() if part is parts[-1] or ranks.world == 1 else state.network.no_sync():
-            part_sum, part_count = backward(state, part, denominator)
-        if own:
-            loss_sum, count = loss_sum + part_sum, count + part_count
-    loss_sum, count = ranks.total(loss_sum, count)
+            part_sum, part_count = backward(state, part, size / shares)
+        loss_sum, count = loss_sum + part_sum, count + part_count
+    loss_sum, count = ranks.total(loss_sum, count, shares)
     factor = size / denominator_of(count)
     if isinstance(factor, Tensor) or factor != 1:
         kept = [p.grad for p in state.parameters if p.grad is not None]
@@ -187,8 +183,8 @@ def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
     micro, own = state.micro, len(raw["id"])
     if micro is None:
         return [raw]
-    ranks = len(shares(size, state.ranks.world)) - 1
-    smallest, largest = size // ranks, -(-size // ranks)
+    shares = state.ranks.shares(size)
+    smallest, largest = size // shares, -(-size // shares)
     count = min(-(-largest // micro), max(smallest // 2, 1) if micro > 1 else smallest)
     cuts = [own * i // count for i in range(count + 1)]
     return [{name: tensor[start:end] for name, tensor in raw.items()} for start, end in pairwise(cuts)]

@@ -86,7 +86,6 @@ def test_each_network_overfits_one_batch(name, packs):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "captcha ctc"])
 def test_loss_and_gradient_of_a_padded_batch_are_the_sums_over_its_samples(name, packs):
-    """The guide of hwdb gave every line the padded length as its own, that of signs dropped leftover gradients."""
     pack = packs[name]
     task, plan, model = built(name, pack)
     for module in model.modules():  # fresh ones shift by 0, and would hide what padding does

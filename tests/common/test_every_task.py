@@ -53,7 +53,6 @@ def test_the_same_seed_gives_the_same_bytes_and_few_samples_are_the_first_of_man
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_workers_read_the_files_as_the_pack_holds_them_and_else_none_is_read_again(name, packs):
-    """The guides decoded clips, images and polygons at every access, in data sets that workers could not unpickle."""
     pack, ids, plan = packs[name], np.arange(6), TASKS[name].Plan(feed="workers", workers=1, batch_size=6)
     [raw] = open_feed(pack, plan, torch.device("cpu"))([ids])
     away = pack.raw.source.rename(pack.raw.source.with_name("away"))
@@ -197,7 +196,6 @@ UNSEEN: dict[str, tuple[dict[str, Any], str]] = {  # new data, for captcha and h
 
 @pytest.mark.parametrize("name", ["captcha", "hwdb", "sign", pytest.param("segment", marks=pytest.mark.full)])
 def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sentence(name, packs, tmp_path, capsys):
-    """All of it is test, read with the run's own classes."""
     task, pack, (options, metric) = TASKS[name], packs[name], UNSEEN[name]
     new = task.demo(tmp_path / "new", 9, seed=1, **{**DEMOS[name], **options})
     (new / "classes.txt").unlink(missing_ok=True)  # segment's: the run knows them

@@ -49,6 +49,13 @@ def small_here(request, device):
         pytest.skip("too large for a dry run")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What is imported need not be looked at by each of hundreds of collections."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def trains_there(monkeypatch):
     """Runs of the test train on the device, and leave nothing there."""
@@ -58,7 +65,6 @@ def trains_there(monkeypatch):
         monkeypatch.setattr(devices, "GRAPH_DEVICES", ("cuda", "cpu"))
         monkeypatch.setattr(graph, "Recorder", Tape)
     yield
-    gc.collect()
     devices.give_back()
 
 

@@ -64,9 +64,9 @@ def test_fp16_starts_at_a_scale_at_which_every_step_counts(name, packs, device):
 def test_replayed_steps_train_to_the_losses_of_eager_ones(name, packs, device):
     if CASES[name].ctc and device.type == "cpu":
         pytest.skip("torch's own CTC, which reads lengths on the host")
-    one_width = {"bucket": 200} if CASES[name].ctc else {}
-    eager, again = (first_losses(CASES[name], packs(name), device, 14, **one_width)[0] for _ in range(2))
-    found, state = first_losses(CASES[name], packs(name), device, 14, graph=True, **one_width)
+    same = {"deterministic": True, **({"bucket": 200} if CASES[name].ctc else {})}
+    eager, again = (first_losses(CASES[name], packs(name), device, 14, **same)[0] for _ in range(2))
+    found, state = first_losses(CASES[name], packs(name), device, 14, graph=True, **same)
     assert (state.graphs.off, state.graphs.replayed > 5) == ("", True)
     require_near(found, eager, again)
 
@@ -79,10 +79,11 @@ def test_a_compiled_step_has_the_loss_and_the_gradient_of_an_eager_one(packs, de
     finally:
         torch.compiler.reset()
     here = passes(name, device)
-    require_close(found, here["plain"], [here["again"]], loss=1e-3)
+    require_close(found, here["plain"], [here["again"], here["fp16"]], loss=1e-3)  # it chooses other kernels
 
 
-def test_advice_replays_the_steps_of_signs_which_take_longer_to_launch_than_to_compute(packs, gpu):
+def test_advice_replays_the_steps_of_signs_which_take_longer_to_launch_than_to_compute(packs, gpu, monkeypatch):
+    monkeypatch.setattr("nbtools.measure.finders.LEAST_S", 0.0)  # no trial of learning rates
     case, pack = CASES["sign transformer"], packs("sign transformer")
     advice = nb.advise(case.task, pack, seconds=12.0)
     assert advice.plan.graph, advice.reasons
@@ -105,6 +106,8 @@ def test_ctc_by_cudnn_is_torchs_own_with_the_same_bits_each_time_and_without_a_w
     (first, second), waits = synchronizing(lambda: [once() for _ in range(2)])
     assert waits == []
     assert all(map(torch.equal, first, second))
-    expected = torch.nn.functional.ctc_loss(logits.log_softmax(2), labels + 1, own, lengths, reduction="none")
-    torch.testing.assert_close(first[0], expected.detach(), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(first[1], torch.autograd.grad(expected.sum(), logits)[0], rtol=1e-3, atol=1e-3)
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.ctc_loss(exact.log_softmax(2), labels + 1, own, lengths, reduction="none")
+    torch.testing.assert_close(first[0].double(), expected.detach(), rtol=1e-3, atol=1e-3)
+    expected = torch.autograd.grad(expected.sum(), exact)[0]
+    torch.testing.assert_close(first[1].double(), expected, rtol=0.0, atol=2e-2)  # float32's: alpha reaches 3,200

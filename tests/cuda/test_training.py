@@ -16,7 +16,6 @@ from nbtools.data import gather, on
 from nbtools.measure import Stepper, check, find_batch, untouched
 from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
-from nbtools.train.graph import uncapturable
 
 pytestmark = pytest.mark.cuda
 READS = {"meter.py", "state.py", "loop.py", "evaluation.py"}  # where the loop itself waits: log steps, ends of epochs
@@ -57,6 +56,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, graph, packs, device, tmp_
         for record in train(case.scored, first, pack):
             if record.kind == "step" and record.step == 3:
                 break
+        first.meter.rows()  # on a GPU step 3's is still to come, and would become part of the next
         saved = checkpoint.snapshot(first, rows=0)
         second.load(saved.tensors, saved.facts["state"])
         resumed = run(case.scored, pack, second)
@@ -133,7 +133,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_run_trains_on(packs, device
             train_step(state, {key: tensor[:size] for key, tensor in raw.items()})
             peaks[size] = torch.cuda.max_memory_allocated(device)  # of the second: the first also loads kernels
             del state
-        more = (peaks[32] - peaks[2]) // 2 if peaks else 0
+        more = (peaks[32] - peaks[2]) // 3 if peaks else 0
         for scarce in (False, True):
             state = TrainState(case.task, pack, plan, device)
             train_step(state, {key: tensor[:2] for key, tensor in raw.items()})  # loads kernels, makes moments
@@ -154,18 +154,13 @@ def test_memory_is_predicted_and_given_back(name, packs, gpu):
     case, pack = CASES[name], packs(name, 240)
     with untouched(gpu):
         before = torch.cuda.memory_allocated(gpu)
-    rows = find_batch(case.task, pack, case.plan, seconds=3).rows
+    rows = find_batch(case.task, pack, case.plan, seconds=8).rows
     sizes = [(row.batch_size, row.memory) for row in rows if row.memory]
-    (low, first), (middle, second), (high, third) = *sizes[:2], sizes[-1]
+    (low, first), (middle, second), (high, third) = sizes[-3:]
     predicted = first + (second - first) * (high - low) / (middle - low)
     assert third == pytest.approx(predicted, rel=0.1, abs=2**26)
     with untouched(gpu):
         assert torch.cuda.memory_allocated(gpu) <= before + 2**22, "but for tables of sizes"
-
-
-def test_a_child_process_captures_and_replays_a_step_on_this_gpu(gpu, tmp_path, monkeypatch):
-    monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path))
-    assert uncapturable(gpu) == ""
 
 
 @pytest.mark.parametrize(("graph", "watcher"), [(False, 0.0), (True, 0.0), (False, 0.005)])

@@ -145,6 +145,15 @@ def test_workers_beside_cuda_are_forks_only_where_a_new_process_could_not_import
     assert method(Broken()) == "fork", "of a notebook's cell"
 
 
+def test_workers_that_start_anew_do_not_run_the_users_script_again(pack, tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("__main__.__spec__", None)
+    monkeypatch.setattr("__main__.__file__", str(tmp_path / "script.py"), raising=False)
+    monkeypatch.setattr("nbtools.data.feed.start_method", lambda *_: "forkserver")  # as beside CUDA
+    next(Workers(pack, CPU, Plan(workers=1))([pack.ids("val")]))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_death_of_a_worker(pack):
     stream = iter(open_feed(pack, Plan(feed="streamed"), CPU)([np.array([0, 1]), np.array([10**6])]))
     next(stream)

@@ -52,7 +52,6 @@ LINKS = {"itself": ("data", "train"), "a folder": ("data/train", "train"), "a fi
 
 @pytest.mark.parametrize(("link", "target"), LINKS.values(), ids=LINKS)
 def test_a_folder_is_used_where_it_is_but_a_link_to_drive_is_still_drive(place, monkeypatch, link, target):
-    """The guide linked its data folder to Drive, and read Drive at each access."""
     for root in (place / "elsewhere", place / "drive"):
         put(root / "train" / "1.png", b"1")
         (root / "train" / "circle").symlink_to(root)

@@ -53,7 +53,6 @@ def of_words(rows):
 
 
 def test_a_grey_page_written_by_hand_is_read_field_by_field():
-    """The guide's reader took top and left for height and width."""
     codes = "手".encode("gb2312") + b"\xff\xff" + b"7\0"
     data = page(line(codes, 11, 12, 2, 3, bytes([255, 0, 7, 8, 9, 255])), line(b"", -40, 995, 1, 1, b"\x80"))
     (text, image), (none, dot) = read(data)

@@ -78,7 +78,6 @@ def test_every_line_of_every_page_is_packed_with_its_text_and_its_split_and_no_s
 
 @pytest.mark.parametrize(("height", "width"), [(40, 100), (9, 33)])
 def test_a_line_keeps_its_proportions_and_becomes_ink_on_its_side(tmp_path, height, width):
-    """The guide's reader took top and left for height and width: slivers 6 to 30 pixels high."""
     made = page(tmp_path / "1-P1.dgrl", "一", "二", height=height, width=width)
     image = hwdb.read(made.with_name("1-P1.dgrl#2"), {"height": HEIGHT})["image"]
     assert image.shape == (round(width * HEIGHT / height), HEIGHT)

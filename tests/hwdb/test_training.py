@@ -42,7 +42,6 @@ def test_mask_and_relu_in_one_pass_have_the_bits_of_two_forward_and_backward(dty
 
 
 def test_each_line_keeps_its_own_length_image_and_text_and_padding_is_paper(tmp_path):
-    """The guide gave each line the padded length, and cut the widest lines and a part of their texts."""
     lines = CASES["hwdb slim"].pack(tmp_path, 10)
     [raw] = open_feed(lines, hwdb.Plan(feed="resident"), torch.device("cpu"))([np.array([0, 5, 3])])
     batch = hwdb.batch(raw, hwdb.Plan(), None)

@@ -127,7 +127,6 @@ def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_nex
 
 
 def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
-    """A loss that no update changes."""
 
     def loss(model, batch, plan):
         return (model(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"])

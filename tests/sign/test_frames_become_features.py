@@ -150,7 +150,6 @@ def test_what_cannot_be_used_has_a_row_and_the_rest_is_made_but_not_by_a_network
 
 @pytest.mark.parametrize("epochs", [0, 2])
 def test_a_backbone_is_frozen_or_fine_tuned_and_makes_the_features_with_what_it_learned(tmp_path, epochs):
-    """Batch norm keeps the statistics of the pretraining."""
     source, backbone, into = corpus(tmp_path / "raw"), network(), tmp_path / "clips"
     before = {name: tensor.clone() for name, tensor in backbone.state_dict().items()}
     made(source, into, network=backbone, finetune=epochs)

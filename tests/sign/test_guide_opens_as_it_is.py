@@ -103,7 +103,6 @@ def test_a_folder_alone_validates_packs_and_trains_its_network(processed, folder
 
 @pytest.mark.full
 def test_nothing_starts_cuda_before_training():
-    """The script set its allocator up when CUDA was up: that does nothing. What a notebook sets before counts."""
     code = """
 import torch
 def started(*_): raise SystemExit("CUDA is started")

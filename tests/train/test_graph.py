@@ -177,7 +177,7 @@ def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack):
     assert state.graphs.replayed == state.step - 2 * graph.WARM_UP - 3
 
 
-HERE = {"amp": ("fp16", "needs a GPU, but .* cpu; use amp=bf16 or amp=off"), "graph": (True, "replays CUDA graphs")}
+HERE = {"amp": ("fp16", "needs CUDA, but .* cpu; use amp=bf16 or amp=off"), "graph": (True, "replays CUDA graphs")}
 
 
 @pytest.mark.usefixtures("fp16_on_cpu")

@@ -158,7 +158,6 @@ def test_a_lost_loss_is_an_error_that_names_the_steps_and_ends_no_epoch(pack, ba
 
 
 def test_evaluation_is_exact_whatever_the_batch_size(pack):
-    """SYSTEMS §2: the guide's test script counted batches but scored one sample of each."""
     seen = []
     spied = toy.with_(metrics=lambda outputs, batch: (seen.append(len(outputs)), toy.metrics(outputs, batch))[1])
     state = TrainState(spied, pack, toy.PLAN)

@@ -175,7 +175,6 @@ def test_a_weighted_loss_is_the_mean_over_the_weights_whatever_the_batch(packs):
 
 
 def test_a_given_loss_is_computed_in_float32_without_autocast(packs):
-    """In which CUDA refuses nn.BCELoss."""
     seen = set()
 
     def loss(outputs, y):

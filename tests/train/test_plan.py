@@ -126,7 +126,6 @@ STEPS, BASE = 50, Plan(epochs=10, lr=1e-2)  # steps of an epoch
 
 
 def test_warmup_rises_linearly_step_by_step_and_ends():
-    """One guide steps a scheduler of 1,000 warmup steps once an epoch: its warmup never ends."""
     made = BASE.replace(warmup_epochs=2, schedule="constant")
     rising = [made.lr_at(step / STEPS) for step in range(1, 2 * STEPS + 1)]
     assert rising == pytest.approx([1e-2 * k / (2 * STEPS) for k in range(1, 2 * STEPS + 1)])

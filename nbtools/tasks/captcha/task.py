@@ -169,7 +169,9 @@ def jitter(images: Tensor, draws: Draws, strength: float) -> Tensor:
     wide, high, shear, lean, right, down, gain, offset = drawn.unbind(1)
     rows = [1 + wide, shear * height / width, right], [lean * width / height, 1 + high, down]
     grid = F.affine_grid(torch.stack([*rows[0], *rows[1]], 1).view(-1, 2, 3), list(images.shape), align_corners=False)
-    moved = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    if mps := images.device.type == "mps":  # which lacks border padding (pytorch#125098): the same, by places inside
+        grid = torch.stack([grid[..., i].clamp(1 / n - 1, 1 - 1 / n) for i, n in enumerate((width, height))], 3)
+    moved = F.grid_sample(images, grid, padding_mode="zeros" if mps else "border", align_corners=False)
     return moved.mul_((1 + gain).view(-1, 1, 1, 1)).add_(offset.view(-1, 1, 1, 1)).clamp_(-1, 1)
 
 
