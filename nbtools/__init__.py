@@ -10,6 +10,9 @@ run.summary(), run.receipt, nb.evaluate(run, pack)
 
 import os
 
+if os.name == "nt":
+    raise ImportError("nbtools needs Linux or macOS: on Windows use WSL")
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler else writes lines of its own into every output
 
 from nbtools.data import Pack, cached, kept, pack, stage

@@ -202,9 +202,8 @@ class Streamed(Feed):
 
 
 class Workers(Feed):
-    """A DataLoader over the source files, which decodes every sample at every access: as the guides do, kept as the
-    baseline and for data that is not packed; same batches, same order. Its processes live from call to call; a call
-    within another, such as an evaluation between two steps, has its own."""
+    """A DataLoader over the source files, decoded at every access: as the guides do, for the baseline and for data that
+    is not packed. Its processes live from call to call; one within another, as of an evaluation, has its own."""
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         if pack.raw is None:

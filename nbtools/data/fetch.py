@@ -123,8 +123,7 @@ def retry(act: Callable[[], T], place: Path, progress: Callable[[], object] = in
 
 
 def mount_point() -> Path:
-    """Return where Colab's Drive is mounted, by nbtools or by the user, else where it will be."""
-    return Path(next((point for point, kind in disk.mounts().items() if kind == "fuse.drive"), MOUNT))
+    return Path(next((point for point, kind in disk.mounts().items() if kind == "fuse.drive"), MOUNT))  # a user's too
 
 
 def mount() -> Path:

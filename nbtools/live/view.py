@@ -26,7 +26,6 @@ from nbtools.train import History, Plan, Record
 
 PLOT_FILE = "plot.png"
 FRAME_EVERY = 0.25  # seconds between frames: quicker ones hang a Colab tab (lightning#2517)
-FRAME_PART = 1 / 2_000  # of a run so far, at least, between frames: Jupyter keeps what a closed page misses (#4105)
 FRAME_COST = 0.0025  # share of the time that drawing may take, of the 0.01 that the whole surface may
 STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which takes half a second to draw
 LINES = 5  # of the log in view
@@ -38,8 +37,8 @@ KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 
 
 class View:
-    """A run's history, drawn as it grows: at most 4 times a second, less often in a long run and where that would
-    take more than FRAME_COST of the time; `due = 0.0` makes the next `draw` draw in any case. events: all messages.
+    """A run's history, drawn as it grows: at most 4 times a second, and less often where that would take more than
+    FRAME_COST of the time; `due = 0.0` makes the next `draw` draw in any case. events: every message so far.
 
     card: of the pack. best: the metric that counts, as in `Task.BEST`. given: the panel to show, or the Advice of this
     plan, whose reasons stand next to the fields of one that is made. show: False draws and prints nothing.
@@ -51,8 +50,7 @@ class View:
         self.about = facts.About(folder.name, self.epochs(plan), card.splits["train"], best, since)
         self.columns, self.events = Columns(), list[str]()
         self.cards: Sequence[samples.Preview] = ()
-        self.due, self.begun = 0.0, time.monotonic()
-        self.next_still = self.begun + STILL_EVERY
+        self.due, self.next_still = 0.0, time.monotonic() + STILL_EVERY
         self.notebook = in_notebook()
         drawn = show and self.notebook
         advice = given if getattr(given, "plan", None) == plan else plan
@@ -85,8 +83,7 @@ class View:
             self.output.facts.value = facts.html(self.columns, self.about, status)
             look: list[Any] = [choice.value for choice in self.output.choices]
             self.output.frame.value = draw.page(picture(self.columns, self.about.best, *look), head="")
-            cost, now = time.thread_time() - start, time.monotonic()
-            self.due = now + max(FRAME_EVERY, cost / FRAME_COST, (now - self.begun) * FRAME_PART)
+            self.due = time.monotonic() + max(FRAME_EVERY, (time.thread_time() - start) / FRAME_COST)
         except Exception as error:
             self.due = math.inf
             self.tell(f"the charts are no longer drawn ({type(error).__name__}: {error}); the run continues")

@@ -137,6 +137,8 @@ def gpus() -> Gpus:
     elif not made:
         hint = " On Colab: Runtime, Change runtime type, T4 GPU." if "google.colab" in sys.modules else ""
         made.note = f"No NVIDIA GPU ({why}). Training uses the CPU: {processor}.{hint}"
+    elif not torch.cuda.is_available():
+        made.note += f". torch {torch.__version__} cannot use it: training uses the CPU"
     return made
 
 

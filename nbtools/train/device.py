@@ -52,10 +52,11 @@ def pick() -> torch.device:
             raise TrainError(f"{rule}; start at most {here} processes, or set NBTOOLS_DEVICE to cuda or cpu")
         return torch.device("cuda", local)
     try:
-        return torch.empty(0, device=name).device
+        return torch.ones(1, device=name).device  # by a kernel: a GPU may be too old for this torch
     except (RuntimeError, AssertionError) as error:
         rule = "NBTOOLS_DEVICE must be a device available to torch here, such as cpu or cuda:0"
-        raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}") from None
+        fix = "choose another GPU (on Kaggle T4 x2), or set NBTOOLS_DEVICE=cpu"
+        raise TrainError(f"{rule}, got {name!r}: {str(error).splitlines()[0]}; {fix}") from None
 
 
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:

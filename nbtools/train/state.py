@@ -109,7 +109,6 @@ class TrainState:
         return model
 
     def set_precision(self, plan: Plan) -> None:
-        """Take the plan's scaler; say where its precision is a slow one."""
         self.scaler = devices.scaler_for(plan, self.device)
         slow = plan.amp == "bf16" and devices.reduced_precision(self.device) == "fp16"
         self.events[:] = [*(each for each in self.events if each != EMULATED), *[EMULATED] * slow]

@@ -1,7 +1,8 @@
 # %% [markdown]
 # ## Install
-# Takes a minute or two and replaces no Colab package. `SOURCE`: GitHub, your fork, or a zip or wheel on your Drive
-# (`"drive:nbtools-main.zip"`); switching needs a new runtime. If it fails, pip's `ERROR` line says why.
+# Takes a minute or two; replaces no Colab package. `SOURCE`: GitHub, a fork, a zip or wheel on Drive
+# (`"drive:nbtools-main.zip"`); switching needs a new runtime. Kaggle needs *Internet* on. If it fails, pip's `ERROR`
+# line says why.
 
 # %% cellView="form" jupyter={"source_hidden": true}
 SOURCE = "{repository}/archive/main.zip"  # @param {type:"string"}

@@ -84,7 +84,7 @@ def test_a_reading_that_a_device_refuses_is_unknown_and_the_rest_stands(nvml):
         assert sum(value is None for value in vars(gpus()[0]).values()) <= 4, name
         assert ("– of 400 W" in str(gpus())) == (name == "nvmlDeviceGetPowerUsage")
     nvml(**dict.fromkeys(READINGS, REFUSED))
-    assert gpus()[0] == Gpu(index=0, name="NVIDIA GPU")
+    assert (gpus()[0], "use it: training uses the CPU" in str(gpus())) == (Gpu(index=0, name="NVIDIA GPU"), True)
 
 
 def test_without_nvidia_one_line_says_why_and_what_trains(nvml, monkeypatch):

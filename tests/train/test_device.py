@@ -29,7 +29,7 @@ def test_training_goes_to_the_device_that_the_environment_names(pack, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert nb.TrainState(toy, pack, toy.PLAN).device.type == os.environ["NBTOOLS_DEVICE"] == "cpu"
     monkeypatch.setenv("NBTOOLS_DEVICE", "gpu")
-    with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device available to torch here, .* got 'gpu'"):
+    with pytest.raises(TrainError, match=r"NBTOOLS_DEVICE must be a device .* got 'gpu': .*; choose another GPU"):
         nb.TrainState(toy, pack, toy.PLAN)
 
 

@@ -7,7 +7,7 @@
 # disk, checks each one, and packs them into a form that is fast to read. Without data of your own it writes some
 # pages. The pack is kept on your Drive as one file.
 #
-# **GPU:** the one to train on: its memory decides the height of packed lines. **Measured:** 15 s on two cores
+# **GPU:** the one to train on, whose memory decides the lines' height. **Measured:** 15 s on two cores
 # of an AMD EPYC (a cloud machine, no GPU), plus installation, with 6,000 generated lines.
 
 # {install}
