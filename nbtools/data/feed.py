@@ -238,7 +238,7 @@ class Workers(Feed):
         loader.batch_sampler[:] = [batch.tolist() for batch in batches]
         handler = signal.getsignal(signal.SIGCHLD)
         try:
-            hidden = ("__spec__", "__file__") if self.start == "forkserver" else ()  # of which it would run the script
+            hidden = ("__spec__", "__file__") if self.start == "forkserver" else ()  # else each would run the script
             with patch.dict(vars(sys.modules["__main__"]), dict.fromkeys(hidden)):
                 stream = iter(loader)
             if current_thread() is main_thread():  # torch has it raise wherever this process is, as amid a step

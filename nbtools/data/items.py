@@ -80,9 +80,9 @@ def column_name(key: Any) -> str:
 class Items:
     """The items of all parts, one after another. 64 of them, spread over the data, show what all have in common.
 
-    options: of `nb.pack`, with `key`: the target and inputs of an item; target: the key of that part of an item;
-    listed: items are in memory, their images perhaps as paths; pictures: columns of PIL images, images: also of arrays;
-    resize: (height, width, how); text: the function of texts by name; marked: columns of points; marks: item hashes.
+    options: of `nb.pack`, with `key`: target and inputs of an item; target: that part's key; kind, allowed: what it
+    is, its classes; listed: items are in memory, images perhaps as paths; pictures: columns of PIL images, images: also
+    of arrays; resize: (height, width, how); text: a function by name; marked: columns of points; marks: item hashes.
     """
 
     def __init__(self, parts: list[Part], groups: Any, options: Any):

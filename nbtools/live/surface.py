@@ -56,8 +56,8 @@ class Surface(View):
             if self.state.device.type == "cuda":
                 self.sampler = stack.enter_context(Sampler(self.state.device))
             if not self.state.over:
-                elsewhere = f"nb.watch({str(self.folder)!r}) shows it in another notebook here"
-                line = f"{facts.opening(self.state, self.pack)}; {elsewhere}"
+                watch = f"nb.watch({str(self.folder)!r}) shows it in another notebook here"
+                line = f"{facts.opening(self.state, self.pack)}; {watch}"
                 self.answer(line) if is_torchelastic_launched() else self.log([line])
             self.start(self.status)
             self.entered = stack.pop_all()

@@ -1,5 +1,5 @@
-"""Advice by rules of thumb: the plan to start from, with reasons. The guides' tiers and tables are
-labelled as what they are; what `nb.advise` measures on this machine takes their place.
+"""Advice by rules of thumb: the plan to start from, with reasons. The guides' tiers and tables are labelled as what
+they are; what `nb.advise` measures on this machine takes their place.
 """
 
 from __future__ import annotations
