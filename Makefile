@@ -57,16 +57,19 @@ gpu: .venv/ready  ## what only a GPU can show, made for four minutes of one
 	@$(BIN)/python -m pytest -q -m cuda tests/cuda
 
 gpu-bench: export NBTOOLS_RESULTS = benchmarks/results/gpu
-gpu-bench: .venv/ready-bench  ## on a GPU: those checks, receipts of real sizes, all tasks' knobs, peers of captchas and signs
-	@# First what takes minutes: where time is short, these are the ones to have. What fails does not keep the rest from running.
-	@result=0; mkdir -p $(NBTOOLS_RESULTS); $(BIN)/python -m pytest -q -m cuda tests/cuda || result=1; \
-	for each in "captcha 50000 6" "hwdb 4000 4" "sign 4000 5" "segment 2000 5"; do set -- $$each; task=$$1; \
-	    { $(BIN)/python -m nbtools demo $$task build/$$task --count $$2 && \
-	    $(BIN)/python -m nbtools train $$task --data build/$$task --run build/runs/$$task --epochs $$3 && \
-	    cp build/runs/$$task/receipt.json $(NBTOOLS_RESULTS)/run_$$task.json; } || result=1; done; \
-	for task in captcha sign hwdb segment; do \
-	    $(BIN)/python -m benchmarks.knobs --task $$task --most 12 --rounds 3 || result=1; done; \
-	for task in captcha sign; do $(BIN)/python -m benchmarks.tasks --task $$task || result=1; done; exit $$result
+gpu-bench: .venv/ready-bench  ## on a GPU: those checks, receipts of real sizes, PyTorch beside captchas and signs, all tasks' knobs
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu-bench needs a CUDA GPU")'
+	@# First what is short, or matters most: where time ends, these are the ones to have. What fails does not keep the rest from running.
+	@result=0; part() { timeout 300 $(BIN)/python -m "$$@" || result=1; }; mkdir -p $(NBTOOLS_RESULTS); \
+	part pytest -q -m cuda tests/cuda; \
+	for each in "captcha captcha 50000 6" "sign sign 4000 5" "captcha captcha_lines 20000 6 --length=(4,8)" \
+	        "hwdb hwdb 4000 4" "segment segment 2000 5"; do set -- $$each; task=$$1; name=$$2; count=$$3; epochs=$$4; shift 4; \
+	    part nbtools demo $$task build/$$name --count $$count $$@; \
+	    part nbtools train $$task --data build/$$name --run build/runs/$$name --epochs $$epochs --measured; \
+	    for file in receipt.json history.csv; do cp build/runs/$$name/$$file $(NBTOOLS_RESULTS)/run_$$name.$$file || result=1; done; done; \
+	for each in "captcha 20000" "sign 4000"; do set -- $$each; \
+	    part benchmarks.tasks --task $$1 --count $$2 --peer pytorch; done; \
+	for task in captcha sign hwdb segment; do part benchmarks.knobs --task $$task --most 12; done; exit $$result
 
 bench: .venv/ready-bench  ## benchmarks one after another; receipts under benchmarks/results/
 	@for name in $$(grep -l __main__ benchmarks/*.py | xargs -n1 basename -s .py); do \

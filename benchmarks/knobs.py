@@ -57,7 +57,8 @@ def corners(plan: Plan, feed: str, train: int, cuda: bool) -> dict[str, dict[str
             made[", ".join(values[name][value] for name, value in changes.items())] = changes
     singles = {f"feed={name}": {"feed": name} for name in ("resident", "streamed", "workers") if name != feed}
     singles = {name: {**each, "workers": cores()} if "workers" in name else each for name, each in singles.items()}
-    singles |= {f"{name}=True": {name: True} for name in ("compile", *["deterministic"] * cuda)}
+    singles |= {"compile=True": {"compile": True, "graph": False}}  # no graph replays what is compiled
+    singles |= {"deterministic=True": {"deterministic": True}} if cuda else {}
     return dict(sorted({**made, **singles}.items(), key=lambda each: len(each[1])))
 
 
@@ -79,7 +80,9 @@ def changed(
     cuda, advised = device.pick().type == "cuda", Turns(task, pack, plan, seconds)
     feed, figures, refused = open_feed(pack, plan, device.pick()).name, list[Figure](), dict[str, str]()
     changes, samples = corners(plan, feed, pack.splits["train"], cuda), plan.epochs * pack.splits["train"]
-    for change, settings in itertools.islice(changes.items(), options.most):
+    for change, settings in changes.items():
+        if len(figures) == options.most:
+            break
         began = perf_counter()
         try:
             other = Turns(task, pack, plan.replace(**settings), seconds)
@@ -132,9 +135,7 @@ def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> 
     with measure.untouched(device.pick()):
         figures, refused = changed(name, task, pack, plan, options, 0.05 if options.quick else SECONDS)
         figures += learned(name, task, pack, plan.replace(graph=False), 4 if options.quick else STEPS)
-    default = task.PLAN.to_dict()
-    settings = {k: v for k, v in plan.to_dict().items() if v != default[k]}
-    advised = {"amp": plan.amp, **settings}
+    advised = {"amp": plan.amp} | {name: getattr(plan, name) for name in plan.changes_from(task.PLAN)}
     return figures, {"samples": count, "advised": advised, "refused": refused, "note": advice.note}
 
 
@@ -146,13 +147,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    counts = COUNTS
     if options.quick:
-        counts, options.rounds, options.task = dict.fromkeys(COUNTS, 64), 2, options.task or "captcha"
+        options.rounds, options.task = 2, options.task or "captcha"
     best: list[Figure] = []
     with tempfile.TemporaryDirectory() as place:
-        for name in [options.task] if options.task else counts:
-            figures, conditions = judged(name, Path(place), counts[name], options)
+        for name in [options.task] if options.task else COUNTS:
+            figures, conditions = judged(name, Path(place), 64 if options.quick else COUNTS[name], options)
             ratios = [figure for figure in figures if figure.unit == "×"]
             best.append(max(ratios, key=lambda figure: figure.value))
             headline = dataclasses.replace(best[-1], name=f"knobs_{name}")

@@ -41,9 +41,8 @@ class Figure:
 
     def __str__(self) -> str:
         """`name: value unit (n=…, spread least–most)`, the last line of every benchmark."""
-        return (
-            f"{self.name}: {short(self.value)} {self.unit} (n={self.n}, spread {short(self.least)}–{short(self.most)})"
-        )
+        spread = f"{short(self.least)}–{short(self.most)}"
+        return f"{self.name}: {short(self.value)} {self.unit} (n={self.n}, spread {spread})"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Each task trained by nbtools, by the guide's settings and by nbtools' peers, each of them at its best.
 
-    python -m benchmarks.tasks [--task captcha] [--rounds 3] [--quick]
+    python -m benchmarks.tasks [--task captcha] [--count 4000] [--peer pytorch] [--rounds 3] [--quick]
 
 All train the same network with the same batches, augmentation and schedule (`benchmarks.peers`); nbtools by the plan
 that it advises, the peers with that plan's settings and the levers that are fastest for each of them: precision, memory
@@ -237,6 +237,8 @@ def figures(name: str, found: dict[str, dict[str, list[float]]]) -> list[Figure]
 def main() -> None:
     parser = argparse.ArgumentParser(description="each task in nbtools, by its guide's settings, and in nbtools' peers")
     parser.add_argument("--task", choices=list(CASES), help="this one only")
+    parser.add_argument("--count", type=int, help="samples of its demo")
+    parser.add_argument("--peer", choices=[*PROGRAMS], help="beside this one only")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="in a minute, to see that it runs; writes no receipt")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -244,14 +246,15 @@ def main() -> None:
     if options.child:
         return child(options.child)
     cases, seconds, advising = CASES, SECONDS, 20.0
-    peers = [peer for peer in PROGRAMS if peer not in OURS and find_spec(package_of(peer))]
+    peers = [options.peer] if options.peer else [p for p in PROGRAMS if p not in OURS and find_spec(package_of(p))]
     if options.quick:
         cases, options.rounds, seconds, advising = {"captcha": Case(64, 3, 0.0)}, 1, 0.05, 0.5
         peers = ["pytorch"]
     headlines: list[Figure] = []
     for name in [options.task] if options.task else cases:
         with tempfile.TemporaryDirectory() as folder:
-            found, conditions = compared(name, cases[name], peers, Path(folder), options.rounds, seconds, advising)
+            case = replace(cases[name], count=options.count or cases[name].count)
+            found, conditions = compared(name, case, peers, Path(folder), options.rounds, seconds, advising)
         *others, headline = figures(name, found)
         headlines.append(headline)
         result = Receipt(headline, tuple(others), conditions)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import knobs
 from benchmarks.paired import RESULTS, Figure, Receipt, above, in_turns, times
-from nbtools import disk
+from nbtools import Plan, disk
 
 ROOT = Path(__file__).parent.parent
 LAST = re.compile(r"(\w+): -?[\d.,]+(?:e[+-]\d+)? (\S+) \(n=(\d+), spread -?\S+–-?\S+\)")
@@ -82,6 +83,28 @@ def test_the_kept_receipts_keep_the_promises(name, figure):
     found, (least, most) = figures(name)[figure], KEPT[name, figure]
     assert found["n"] >= (7 if figure.startswith("knobs") else 9)
     assert least <= found["value"] <= most
+
+
+def test_two_lines_learn_each_problem_as_well_as_every_peer_within_its_spread_and_all_of_them_better():
+    values = {tuple(name.split(": ")): figure for name, figure in figures("defaults_accuracy").items() if ":" in name}
+    assert len(values) == 9 * 5, "eight problems and the mean, by five programs"
+    for (problem, program), found in values.items():
+        ours = values[problem, "nbtools"]
+        worse = ours["value"] > found["most"] if problem == "diabetes" else ours["value"] < found["least"]
+        assert found["n"] == 5
+        assert not worse, f"{problem}: {program}"
+        assert problem != "mean accuracy" or ours["value"] >= found["value"]
+
+
+def test_no_graph_is_asked_to_replay_what_is_compiled():
+    changes = knobs.corners(Plan(graph=True), "resident", 1000, cuda=True)
+    assert {"compile=True", "deterministic=True", "graph=False", "amp=bf16, batch × 2"} <= changes.keys()
+    assert changes["compile=True"] == {"compile": True, "graph": False}
+
+
+@pytest.mark.parametrize("path", [*RESULTS.glob("*.json")], ids=lambda path: path.stem)
+def test_the_kept_receipts_are_of_this_version(path):
+    assert json.loads(path.read_text())["version"] == disk.VERSION
 
 
 @pytest.mark.parametrize(("task", "faster"), [("captcha", 1.5), ("hwdb", 1.4), ("sign", 1.1), ("segment", 1.0)])

@@ -69,7 +69,7 @@ advice = nb.advise(captcha, pack, measure=False)
 advice
 
 # %% [markdown]
-# A few passes of a small network over a small data set are enough to see it learn; `captcha/2_train` does it properly.
+# A few passes of a small network, with a batch and lr that suit it, show it learn; `captcha/2_train` does it properly.
 # Stop it whenever you like; running the cell again resumes.
 
 # %%

@@ -67,6 +67,11 @@ LAYOUT = """output => {
     return [cut.map(e => e.innerText), short.length, all('.nbt-plot').map(box).map(a => [a.width, a.height])] }"""
 """What is cut off or scrolls, how many charts have an empty place at the end of their row, and the sizes of plots."""
 
+MARKS = """card => [...card.querySelectorAll('div')].map(line => [...line.childNodes].flatMap(part => {
+    const plain = !/SPAN|^B$/.test(part.nodeName), text = plain ? part.textContent.trim() : '';
+    return [...text].map(letter => [letter, part.nodeName == 'U']) }))"""
+"""The letters of a sample's truth and prediction, and which are underlined."""
+
 
 def cells(count: int, epochs: int) -> list[str]:
     return [source.format(count=count, epochs=epochs) for source in CELLS]
@@ -257,6 +262,10 @@ def test_when_the_run_has_stopped_its_charts_stay_and_a_line_says_what_to_do(vis
     assert [each.is_visible() for each in output.locator(PICTURE).all()] == [False], "it is for other readers"
     visit.notebook.point(1)
     until(lambda: len(found := visit.notebook.pointed()) == 3 and all(found), "values under the pointer")
+    cards = [card.evaluate(MARKS) for card in output.locator(".nbt-cards figure").all()]
+    pairs = [zip(*card, strict=True) for card in cards if len(card[0]) == len(card[1])]
+    assert pairs
+    assert all(a[1] == b[1] == (a[0] != b[0]) for pair in pairs for a, b in pair), "those that differ are underlined"
 
 
 def test_queued_cells_run_afterwards_in_order_on_the_run_that_was_stopped(visit):
@@ -339,6 +348,11 @@ def test_the_cell_run_again_a_page_loaded_anew_and_a_second_one_have_resume_in_t
         visit.steps(2)
     until(own("Pause").is_visible, "Pause on the first page too")
     other.page.close()
+    notebook.type("epochs", "1")
+    notebook.click("Apply epochs = 1")
+    facts = visit.output.locator(".nbt-top")
+    until(lambda: re.search(r"done[^%]*took", facts.inner_text()), "the last frame, of the whole run")
+    assert not re.search("kept|time left|waiting", facts.inner_text())
 
 
 def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(visit):

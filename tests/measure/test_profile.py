@@ -57,9 +57,11 @@ def test_shares_and_seconds_are_those_of_the_job(pack, monkeypatch):
     assert "70.2 (" in str(profile), "samples/s in three digits"
     assert profile.wait == pytest.approx(0.16 / (step + 0.16))
     assert profile.products == pytest.approx(2 * (2 * 8 * 16 + 3 * 16 * 4) * profile.timing.samples_per_s / 3e5)
-    for bound, wait, products in (("data", 1.01, 0.51), ("compute", 0.99, 0.51), ("memory", 0.99, 0.49)):
-        shares = {"wait": wait * profile.device, "products": products * profile.device}
-        assert (profile.trials, replace(profile, **shares).limit) == ((), bound)
+    shares = {"data": (1.01, 0, 0.51), "launch": (0.9, 1.01, 0.51), "compute": (0.9, 0, 0.51), "memory": (0.9, 0, 0.49)}
+    for bound, times in shares.items():
+        named = zip(("wait", "host", "products"), times, strict=True)
+        judged_so = replace(profile, **{name: share * profile.device for name, share in named})
+        assert (profile.trials, judged_so.limit) == ((), bound)
     assert (len(profile.kernels), sum(share for _, share in profile.kernels) <= 1.001) == (5, True)
     stepper = Stepper(toy, pack, PLAN, torch.device("cpu"))
     stepper.device, stepper.turns = torch.device("mps"), [Turn(0.0, seconds=1.0, waited=0.0, steps=4, host_s=0.01)]

@@ -38,8 +38,9 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
         each = cudnn_losses(logits, labels, steps, lengths)
         return each if reduction == "none" else each.sum()
     if device == "cuda" and torch.is_grad_enabled() and torch.get_deterministic_debug_mode() == 2:
-        rule = "Plan.deterministic is True, and CTC has no deterministic gradient on CUDA"
-        raise TrainError(f"{rule}; set deterministic=False, or train on a CPU")
+        rule = "Plan.deterministic is True, and torch's CTC has no deterministic gradient on CUDA"
+        limit = f"cuDNN's, where it works, takes texts of up to {MOST_LABELS} characters"
+        raise TrainError(f"{rule} ({limit}); set deterministic=False, or train on a CPU")
     with torch.autocast(device, enabled=False):
         log_probs = logits.float().log_softmax(2)
         return F.ctc_loss(log_probs, labels + 1, steps, lengths, blank=BLANK, reduction=reduction)
