@@ -10,7 +10,7 @@ from PIL import Image
 
 from nbtools.data import Pack
 from nbtools.tasks import segment
-from nbtools.tasks.common.files import Row
+from nbtools.tasks.common.rules import Row
 
 H, W = 36, 48
 NAMES = ["ground", "shirt", "shoe"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from archives import put
 
+import nbtools as nb
 from nbtools.data import Entry, Pack, Sample, Survey, build_pack, gather
 
 
@@ -41,3 +42,9 @@ def pack_of(
 def raw_batch(pack: Pack, ids) -> dict[str, Any]:
     """These samples as a feed gives them to a task's `batch`."""
     return gather(pack, np.array([*ids]))
+
+
+def validated(task: Any, pack: Pack, **options: Any) -> bool:
+    """Whether validating a pack's source finds what packing left out: file, value, rule and fix, all of them errors."""
+    rows = nb.validate(task, pack.raw.source, progress=False, **options).rows
+    return sorted(rows) == sorted((*bad, "error") for bad in pack.bad.to_numpy())

@@ -1,6 +1,6 @@
 """A source anywhere → local disk → Pack → batches on the device."""
 
-from nbtools.data.build import Entry, Survey, build_pack
+from nbtools.data.build import Entry, Survey, build_pack, read_entry
 from nbtools.data.dataset import items_of, options_like, pack, sample_of, split_word
 from nbtools.data.draws import Draws, Keys, batches_in, batches_left, constant, in_order, places
 from nbtools.data.feed import Feed, Padding, Raw, Resident, choose, collate, gather, lengths_of, on, open_feed

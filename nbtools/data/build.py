@@ -104,7 +104,7 @@ def build_pack(
 
     def look() -> tuple[Survey, Sampler]:
         inventory = survey(folder, given)
-        return inventory, partial(decode, read, folder, inventory)
+        return inventory, partial(read_entry, read, folder, inventory)
 
     pack = make_pack(task, {"key": key, "source": str(folder)}, into, look, (val, test, seed), progress)
     return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
@@ -144,7 +144,7 @@ def open_pack(folder: Path, task: str, test: float = 0, **asked: Any) -> Pack:
     return pack
 
 
-def decode(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
+def read_entry(read: Reader, folder: Path, survey: Survey, i: int) -> Sample:
     """Return a sample with its label. Raises PackError(value, rule, fix) for a file that cannot be used."""
     entry = survey.entries[i]
     try:

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from packs import raw_batch
+from packs import raw_batch, validated
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
@@ -59,7 +59,7 @@ def test_where_the_text_ends_and_its_case_are_the_callers(own_cache, tmp_path, n
     assert ("".join(pack.classes), pack.sample(0)["label"].tolist()) == (classes, [1, 2, 0])
 
 
-def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(own_cache, fixed, tmp_path):
+def test_every_bad_file_is_in_the_table_with_its_rule_as_validated_and_the_rest_is_packed(own_cache, fixed, tmp_path):
     source = shutil.copytree(fixed.raw.source, tmp_path / "source")
     (source / "1111_t.png").write_bytes((source / fixed.names[0]).read_bytes()[:-300])
     for name in ("notes.txt", ".hidden.png"):
@@ -78,13 +78,16 @@ def test_every_bad_file_is_in_the_table_with_its_rule_and_the_rest_is_packed(own
         "66666_l.png": "labels must have 4 characters",
     }
     assert {".txt", "24 × 65 pixels (height × width)", "O", "5555", "66666"} < set(pack.bad["value"])
+    assert validated(captcha, pack, classes="0123456789")
 
 
 def test_a_line_too_narrow_for_its_text_is_left_out(own_cache, lines, tmp_path):
     source = shutil.copytree(lines.raw.source, tmp_path / "source")
     BLANK.resize((30, 32)).save(source / "112233445566_x.png")
-    [row] = captcha.pack(source, layout="lines", progress=False).bad.to_dict("records")
-    assert (row["file"], row["rule"]) == ("112233445566_x.png", "the text needs 18 time steps of 4 pixels")
+    pack = captcha.pack(source, layout="lines", progress=False)
+    rule = "the text needs 18 time steps of 4 pixels"
+    assert pack.bad.to_numpy()[:, [0, 2]].tolist() == [["112233445566_x.png", rule]]
+    assert validated(captcha, pack, layout="lines")
 
 
 def test_black_hairlines_go_and_black_text_stays(tmp_path):

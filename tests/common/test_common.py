@@ -11,6 +11,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from nbtools.errors import PackError
+from nbtools.tasks import captcha
 from nbtools.tasks.common import ctc, files, metrics
 
 
@@ -20,8 +21,8 @@ def test_cer_ar_and_cr_by_their_definitions_over_all_characters():
     assert metrics.text_metrics(guesses, truths) == expected
     assert metrics.text_metrics(["aaaaaa"], ["b"])["ar"] == (-5, 1)
     predicted, target = torch.tensor([[1, 2, 0], [1, 1, 1], [0, 2, 2]]), torch.tensor([[1, 2, 0], [1, 0, 1], [2, 2, 0]])
-    assert metrics.accuracy(predicted, target) == (6, 9)
-    assert metrics.whole_accuracy(predicted, target) == (1, 3)
+    counts = captcha.metrics(F.one_hot(predicted), {"label": target})
+    assert counts == {"char_accuracy": (6, 9), "whole_accuracy": (1, 3)}
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 9))

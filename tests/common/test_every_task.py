@@ -1,6 +1,7 @@
 """What holds for each of the four tasks: demo, options, augmentation, advice, its guide's settings, and evaluation."""
 
 import json
+import shutil
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from acting import QUIET
 
 import nbtools as nb
 from nbtools.__main__ import main
-from nbtools.data import Card, Column, Draws, Pack, gather, open_feed
+from nbtools.data import Card, Column, Draws, Pack, cache, gather, open_feed
 from nbtools.errors import PackError, TrainError
 from nbtools.figures import RIGHT, WRONG
 from nbtools.measure import Machine, decide
@@ -59,6 +60,19 @@ def test_workers_read_the_files_as_the_pack_holds_them_and_else_none_is_read_aga
     packed = gather(Pack.open(pack.folder), ids)
     away.rename(pack.raw.source)
     assert all(torch.equal(raw[column], packed[column]) for column in pack.columns)
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_validate_passes_a_demo_and_refuses_a_damaged_file_and_writes_nothing(name, packs, tmp_path, capsys):
+    source, task = shutil.copytree(packs[name].raw.source, tmp_path / "raw"), TASKS[name].__name__.split(".")[-1]
+    file = next(path for path in sorted(source.rglob("*")) if path.suffix in (".png", ".jpg", ".dgrl", ".npz"))
+    before = {*cache().rglob("*"), *tmp_path.rglob("*")}
+    assert main(["validate", task, str(source)]) == 0
+    file.write_bytes(file.read_bytes()[:-60])
+    assert main(["validate", task, str(source)]) == 1
+    passed, refused = capsys.readouterr().out.split("0 errors and 0 warnings\n")
+    assert (file.name in passed, file.name in refused, "1 error and" in refused) == (False, True, True)
+    assert before == {*cache().rglob("*"), *tmp_path.rglob("*")}
 
 
 IMPOSSIBLE: list[tuple[str, str, dict[str, Any]]] = [

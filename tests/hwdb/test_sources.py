@@ -17,6 +17,7 @@ from nbtools.train import device
 from tests.archives import archived, put, tree
 from tests.hwdb.test_pages import coded, line, word, words
 from tests.hwdb.test_pages import page as page_of
+from tests.packs import validated
 
 HEIGHT = 16
 TEXTS = ("一二三，四", "五六", "七八九十", "一,一")
@@ -98,6 +99,7 @@ def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
     assert sorted(made.bad["file"]) == ["901-P1.dgrl", "902-P1.dgrl", "903-P1.dgrl", *lines]
     assert all(all(row.values()) for row in made.bad.to_dict("records"))
     assert made.names == ["900-P1.dgrl#1", "900-P1.dgrl#2", "901-P1.dgrl#1", "904-P1.dgrl#2", "905-P1.dgrl#2"]
+    assert validated(hwdb, made, height=HEIGHT)
 
 
 def test_the_older_format_is_read(tmp_path):
@@ -160,6 +162,7 @@ def test_bad_rows_and_images_are_listed_with_their_place(tmp_path):
         "train/a.png": "an image must be in a list",
     }
     assert made.names == ["test/t.png", "train/d.png"]
+    assert validated(hwdb, made, height=HEIGHT)
 
 
 def test_what_no_given_class_has_is_unknown_and_what_only_a_test_line_has_is_a_class_of_its_own(tmp_path):

@@ -6,7 +6,7 @@ from masks import NAMES, checked, corpus, ids, labelled, only, packed, pair, pho
 from PIL import Image
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import WARNING
+from nbtools.tasks.common.rules import WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 PALETTE = Image.fromarray(ids(), "P")

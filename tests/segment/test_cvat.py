@@ -6,7 +6,7 @@ from masks import H, W, checked, ids, only, packed, photo, polygon, saved, sole,
 from matplotlib.path import Path as Outline
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import ERROR, WARNING
+from nbtools.tasks.common.rules import ERROR, WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 TRIANGLE = polygon("1,1;30,1;30,30")

@@ -11,7 +11,7 @@ from PIL import Image
 from nbtools.__main__ import main
 from nbtools.errors import MissingExtra, PackError
 from nbtools.tasks import segment
-from nbtools.tasks.common.files import ERROR
+from nbtools.tasks.common.rules import ERROR
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -5,7 +5,7 @@ import pytest
 from masks import checked, corpus, ids, packed, photo, saved, tree
 
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import ERROR
+from nbtools.tasks.common.rules import ERROR
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 MISSING = "image and label of a line must exist"

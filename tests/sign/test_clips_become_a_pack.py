@@ -14,7 +14,7 @@ import nbtools as nb
 from nbtools.data.pack import Column
 from nbtools.errors import PackError
 from nbtools.tasks import sign
-from nbtools.tasks.common.files import ERROR, WARNING
+from nbtools.tasks.common.rules import ERROR, WARNING
 from nbtools.tasks.sign.visualize import skeleton
 from tests.archives import put
 

@@ -1,11 +1,10 @@
 """Captchas: images of one size with a fixed number of characters, or lines of any width and length."""
 
-from nbtools.tasks.captcha.data import pack, pack_options, read, survey
+from nbtools.tasks.captcha.data import pack, pack_options, read, survey, validate
 from nbtools.tasks.captcha.demo import demo
 from nbtools.tasks.captcha.task import (
     BASELINE,
     BEST,
-    MEANINGS,
     PLAN,
     PRESETS,
     Plan,
@@ -17,4 +16,4 @@ from nbtools.tasks.captcha.task import (
     suggest,
     tensors,
 )
-from nbtools.tasks.common.texts import preview, show, text_of
+from nbtools.tasks.captcha.visualize import preview, show, text_of

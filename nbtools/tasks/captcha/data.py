@@ -19,7 +19,8 @@ from nbtools.errors import PackError
 from nbtools.show import size_text
 from nbtools.tasks.captcha.networks import STRIDE
 from nbtools.tasks.common.ctc import needed_steps
-from nbtools.tasks.common.files import Refused, Row, characters, decode_image, require, split_of, walk, whole
+from nbtools.tasks.common.files import characters, decode_image, require, split_of, walk, whole
+from nbtools.tasks.common.rules import Refused, Report, Row, check_source
 
 CASES = {"keep": str, "lower": str.lower, "upper": str.upper}
 SURVEYED = 300  # files that are looked at to choose the layout
@@ -55,14 +56,34 @@ def pack(
     classes: the alphabet; other characters are then bad samples.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
-    Raises PackError if nothing can be used.
+    Raises PackError if nothing can be used. `validate` reports what is wrong with single files.
     """
+    options = options_of(label, layout, height, case, classes)
+    return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)
+
+
+def validate(
+    source: str | Path,
+    *,
+    label: str = "_",
+    layout: str = "auto",
+    height: int = 32,
+    case: str = "keep",
+    classes: Sequence[str] | None = None,
+    progress: bool = True,
+) -> Report:
+    """Check every file of a folder, archive or link: an error is what a pack with the same options leaves out. Raises
+    PackError if no image has a text."""
+    return check_source(source, options_of(label, layout, height, case, classes), survey, read, progress)
+
+
+def options_of(label: str, layout: str, height: int, case: str, classes: Sequence[str] | None) -> dict[str, Any]:
+    """Return the options of `pack` and `validate` as plain values. Raises PackError for one that cannot be."""
     require(layout in ("auto", "fixed", "lines"), "layout must be auto, fixed or lines", layout)
     require(case in CASES, "case must be keep, lower or upper", case)
     require(whole(height, 16), "height must be a whole number of pixels, 16 or more", height)  # three times halved
     alphabet = None if classes is None else "".join(characters(classes))
-    options = {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
-    return build_pack(source, "captcha", options, survey, read, val=val, test=test, into=into, progress=progress)
+    return {"label": label, "layout": layout, "height": height, "case": case, "classes": alphabet}
 
 
 def pack_options(card: Card) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What the tasks share: source files, labels, text metrics, CTC, and demo data."""
+"""What the tasks share: source files, their rules, labels, text metrics, CTC, and demo data."""

@@ -1,5 +1,5 @@
 """The files of a source: listing them, the split that a folder's name gives, opening images, reading lists and tables
-as people and programs write them, and the table of what is wrong with them; and a demo's files."""
+as people and programs write them; and a demo's files."""
 
 import csv
 import io
@@ -11,22 +11,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
-from nbtools import disk, show
+from nbtools import disk
 from nbtools.data import SLOW, bar, compose, open_image, side_by_side, split_word
 from nbtools.errors import PackError
-
-if TYPE_CHECKING:
-    import pandas as pd
+from nbtools.tasks.common.rules import Refused
 
 HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_Store, ._name.png, __MACOSX
 DEMO = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
-
-ERROR, WARNING = "error", "warning"  # what a pack leaves out, and what stays
-SHOWN = 60  # broken rules, as pandas shows
 
 SEPARATORS = (",", ";", "\t", "|", " ")
 JUDGED = 100  # rows that decide on the separator
@@ -69,58 +63,6 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert(mode)
-
-
-class Row(NamedTuple):
-    """A broken rule: where, what came, the rule, what to do; the first four are a row of `pack.bad`."""
-
-    file: str
-    value: str
-    rule: str
-    fix: str
-    severity: str = ERROR
-
-
-class Refused(PackError):
-    """A sample cannot be used: (what came, the rule, what to do). file: where, if not in the sample's own file."""
-
-    def __init__(self, value: object, rule: str, fix: str, file: str = ""):
-        super().__init__(str(value), rule, fix)
-        self.file = file
-
-    def row(self, file: str) -> Row:
-        return Row(self.file or file, *self.args)
-
-    def __str__(self) -> str:
-        value, rule, fix = self.args
-        return f"{self.file}: {rule}, got {value}; {fix}".removeprefix(": ")
-
-
-class Report(show.Table):
-    """The rules that a data set breaks, errors first, then by file; about: what was checked, `4 clips`."""
-
-    def __init__(self, rows: Iterable[Row], about: str):
-        self.rows = sorted(rows, key=lambda row: (row.severity != ERROR, row.file))
-        self.about = about
-        self.errors = sum(row.severity == ERROR for row in self.rows)
-
-    @property
-    def ok(self) -> bool:
-        return not self.errors
-
-    @property
-    def frame(self) -> "pd.DataFrame":
-        """Return all rows as a pandas table."""
-        import pandas as pd
-
-        return pd.DataFrame(self.rows, columns=list(Row._fields))
-
-    def table(self) -> tuple[list[str], list[list[Any]]]:
-        return list(Row._fields), [list(row) for row in self.rows[:SHOWN]]
-
-    def footer(self) -> str:
-        counts = f"{show.plural(self.errors, ERROR)} and {show.plural(len(self.rows) - self.errors, WARNING)}"
-        return f"{self.about}: {counts}" + (f", of which {SHOWN} are shown; .frame has all" * (len(self.rows) > SHOWN))
 
 
 def read_rows(text: str, file: str, fits: Callable[[list[str]], bool], heads: Collection[str] = HEADS) -> Rows:

@@ -1,9 +1,7 @@
-"""Figures that tasks share: metrics as (numerator, denominator), and rules of thumb. B samples, N positions."""
+"""Figures that tasks share: metrics of texts as (numerator, denominator), and rules of thumb."""
 
 from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from nbtools.data import Card
 from nbtools.errors import MissingExtra, PackError
@@ -11,23 +9,6 @@ from nbtools.show import plural
 from nbtools.train import Pair, knob
 
 THUMB = "rule of thumb"
-MEANINGS = {
-    "cer": "character error rate: wrong, missing and extra characters, per character of the truth; 0 is perfect",
-    "ar": "accurate rate: 1 - cer",
-    "cr": "correct rate: share of characters read correctly; extra characters do not count",
-    "whole_accuracy": "share of samples with every character right",
-}
-"""Of `text_metrics`, in plain words."""
-
-
-def accuracy(predicted: Tensor, target: Tensor) -> Pair:
-    """Return the share of equal entries; both (B, N) or (B,), whole numbers."""
-    return (predicted == target).sum(), target.numel()
-
-
-def whole_accuracy(predicted: Tensor, target: Tensor) -> Pair:
-    """Return the share of rows equal in every position; both (B, N)."""
-    return (predicted == target).all(dim=1).sum(), target.shape[0]
 
 
 def text_metrics(predicted: Sequence[Sequence], target: Sequence[Sequence]) -> dict[str, Pair]:

@@ -1,6 +1,6 @@
 """Samples that are read as text: their truth, and pictures with it and with what a network read."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,14 +11,9 @@ from nbtools.tasks.common.metrics import pair
 COLUMNS = ((4, 4), (10, 2))  # pictures at most so many times as wide as high → in a row; else one
 
 
-def spell(classes: Sequence[str], places: Iterable[int]) -> str:
-    """Return the text of a row of places in the classes."""
-    return "".join(classes[place] for place in places)
-
-
 def text_of(pack: Pack, i: int) -> str:
     """Return the text of sample i of a pack whose column `label` holds places in its classes."""
-    return spell(pack.classes, pack.sample(i)["label"])
+    return "".join(pack.classes[place] for place in pack.sample(i)["label"])
 
 
 def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] | None = None) -> Sheet:

@@ -28,23 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side, split_word
 from nbtools.errors import PackError
 from nbtools.show import size_text
-from nbtools.tasks.common.files import (
-    HEADS,
-    SEPARATORS,
-    Refused,
-    Row,
-    characters,
-    decode_image,
-    decode_text,
-    read_text,
-    split_of,
-    split_word,
-    walk,
-    with_slashes,
-)
+from nbtools.tasks.common import files
+from nbtools.tasks.common.rules import Refused, Report, Row, check_source
 from nbtools.train import device
 
 UNKNOWN = "\ufffd"
@@ -59,12 +47,14 @@ WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
 WRITER = re.compile(r"(?:.*/)?(\d+)-P\d+")  # in the name of a page's line, or of its image
 
+Given = str | Path | Sequence[str] | None
+
 
 def pack(
     source: str | Path,
     *,
     height: int | str = "auto",
-    classes: str | Path | Sequence[str] | None = None,
+    classes: Given = None,
     val: float = 0.1,
     test: float = 0.1,
     into: str | Path | None = None,
@@ -80,15 +70,25 @@ def pack(
     val, test: shares of the writers, or whole numbers: as many writers as have at least that many lines; folders called
     Train, Val or Test and the names of lists come first. test=1.0 makes all of them test, for a source that a run is
     evaluated on.
-    Raises PackError if nothing can be used.
+    Raises PackError if nothing can be used. `validate` reports what is wrong with single lines.
     """
+    options, look = options_of(height, classes), partial(survey, progress=progress)
+    return build_pack(source, "hwdb", options, look, read, val=val, test=test, into=into, progress=progress)
+
+
+def validate(source: str | Path, *, height: int | str = "auto", classes: Given = None, progress: bool = True) -> Report:
+    """Check every line of a folder, archive or link: an error is what a pack with the same options leaves out. Raises
+    PackError if there are no pages and no lists of lines."""
+    return check_source(source, options_of(height, classes), partial(survey, progress=progress), read, progress)
+
+
+def options_of(height: int | str, classes: Given) -> dict[str, Any]:
+    """Return the options of `pack` and `validate` as plain values. Raises PackError for one that cannot be."""
     height = device.tier(device.gigabytes(device.pick()), TIERS)[1] if height == "auto" else height
     if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:
         rule = f"height must be a whole number of pixels from {HEIGHTS[0]} to {HEIGHTS[1]}, or auto"
         raise PackError(f"{rule}, got {height!r}; 128 is the reference's, 32 is for CPUs")
-    options = {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
-    look = partial(survey, progress=progress)
-    return build_pack(source, "hwdb", options, look, read, val=val, test=test, into=into, progress=progress)
+    return {"height": height, "classes": None if classes is None else "".join(charset_of(classes))}
 
 
 def pack_options(card: Card) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def pack_options(card: Card) -> dict[str, Any]:
 
 def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> Survey:
     """Return every usable line of a source with its label and split; the others are bad, each with its rule."""
-    names = walk(folder)
+    names = files.walk(folder)
     items = items_of(folder, names, progress)
     lines = [item for item in items if isinstance(item, Entry)]
     charsets = sorted((name for name in names if PurePosixPath(name).name == CHARS_LIST), key=lambda n: n.count("/"))
@@ -153,7 +153,7 @@ def read(path: Path, options: Mapping[str, Any]) -> Sample:
             raise Refused(path.name, "the page must have a line of that number", f"name one: {page}#1 is the first")
         grey = image_of(line)
     else:
-        grey = np.asarray(decode_image(path, "L"))
+        grey = np.asarray(files.decode_image(path, "L"))
     return {"image": ink_of(grey, options["height"])}
 
 
@@ -173,9 +173,10 @@ def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
     on each line, where a blank is the space. Raises PackError for what is not a character, or comes twice."""
     option = "classes"
     if isinstance(classes, Path) or (isinstance(classes, str) and classes.endswith(".txt")):
-        option, text = f"{classes}: its lines", read_text(Path(classes), "name a file with one character per line")
+        option, fix = f"{classes}: its lines", "name a file with one character per line"
+        text = files.read_text(Path(classes), fix)
         classes = [line for line in text.replace("\r\n", "\n").split("\n") if line]
-    return (*(character for character in characters(classes, option) if character != UNKNOWN), UNKNOWN)
+    return (*(character for character in files.characters(classes, option) if character != UNKNOWN), UNKNOWN)
 
 
 def groups_of(names: Sequence[str], splits: Sequence[str | None]) -> list[str]:
@@ -200,17 +201,18 @@ def split_of_list(name: str) -> str | None:
 def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str, str]) -> Iterator[Entry | Row]:
     """Yield the lines of a list, whose rows name images beside it or in the folder of its name; used: image → row. A
     list whose name tells no split may repeat rows of those whose does, also of images that were moved: they win."""
-    own, text, split = LIST.sub(r"\1", name), decode_text((folder / name).read_bytes(), name), split_of_list(name)
+    own, text, split = LIST.sub(r"\1", name), files.decode_text((folder / name).read_bytes(), name), split_of_list(name)
     divided = {image for image, row in used.items() if not split and split_of_list(row.rpartition(":")[0])}
     known = {compose(PurePosixPath(image).name): image for image in divided}
     for above in (own[: own.rfind("/") + 1], f"{own}/"):  # with and without suffix
         inside = [(compose(image.removeprefix(above)), image) for image in images if image.startswith(above)]
         known |= {cell.rpartition(".")[0]: image for cell, image in inside} | dict(inside)
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        cuts = (line.split(separator, 1) for separator in SEPARATORS)  # the text may have more of it
-        cells = next((cells for cells in cuts if with_slashes(cells[0]) in known), [line])
-        where, image = f"{name}:{number}", known.get(with_slashes(cells[0]))
-        if not line.strip() or image in divided or (number == 1 and not image and line.casefold().startswith(HEADS)):
+        cuts = (line.split(separator, 1) for separator in files.SEPARATORS)  # the text may have more of it
+        cells = next((cells for cells in cuts if files.with_slashes(cells[0]) in known), [line])
+        where, image = f"{name}:{number}", known.get(files.with_slashes(cells[0]))
+        headed = number == 1 and not image and line.casefold().startswith(files.HEADS)
+        if headed or not line.strip() or image in divided:
             continue
         if image is None:
             rule, fix = "a row must be name,text of an image that exists", "copy the image too, or correct the row"
@@ -220,7 +222,7 @@ def lines_of_list(folder: Path, name: str, images: Sequence[str], used: dict[str
             yield Row(where, image, rule, "delete one of the rows")
         else:
             used[image] = where
-            yield entry_of(image, compose("".join(cells[1:]).replace("\0", "")), split or split_of(name))
+            yield entry_of(image, compose("".join(cells[1:]).replace("\0", "")), split or files.split_of(name))
 
 
 class Line(NamedTuple):
@@ -239,7 +241,7 @@ def lines_in(folder: Path, name: str) -> list[Entry | Row]:
             text, bad = text_of_codes(line.codes)
             rule, fix = "a code must be GB18030, ASCII and a zero byte, or 0xFF for unknown", "leave the line out"
             where = f"{name}#{number}"
-            items.append(Row(where, bad, rule, fix) if bad else entry_of(where, text, split_of(name)))
+            items.append(Row(where, bad, rule, fix) if bad else entry_of(where, text, files.split_of(name)))
     except Refused as error:
         items.append(error.row(name))
     return items

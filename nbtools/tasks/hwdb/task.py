@@ -15,9 +15,7 @@ from torch.nn import functional as F
 from nbtools.data import Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.common import ctc
-from nbtools.tasks.common.metrics import MEANINGS as OF_TEXTS
 from nbtools.tasks.common.metrics import THUMB, at_most, bucket_knob, epochs_for, text_metrics
-from nbtools.tasks.common.texts import spell
 from nbtools.tasks.hwdb import networks
 from nbtools.tasks.hwdb.data import HCTR_HEIGHT
 from nbtools.train import Batch, Pair, Tensors, knob
@@ -26,10 +24,6 @@ from nbtools.train import Plan as BasePlan
 Outputs = tuple[Tensor, Tensor]
 
 BEST = "-cer"
-MEANINGS = {
-    **OF_TEXTS,
-    "infeasible": "share of lines with more characters than the network has steps: the loss leaves them out",
-}
 CHOICES = ("auto", *networks.NETWORKS)
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
 SHORT = 12  # epochs up to which augmentation stays mild
@@ -157,7 +151,7 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
     """Return the text of each line, by the best class of every step."""
-    return [spell(card.classes, places) for places in ctc.greedy(outputs)]
+    return ["".join(card.classes[place] for place in places) for places in ctc.greedy(outputs)]
 
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:

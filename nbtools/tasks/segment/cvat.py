@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 from PIL import Image, ImageDraw
 
-from nbtools.tasks.common.files import Refused
+from nbtools.tasks.common.rules import Refused
 
 AREAS = ("polygon", "box", "ellipse", "mask")
 FINE = 4  # shapes are drawn so many times as large, as Pillow fills a polygon with its outline, on whole pixels

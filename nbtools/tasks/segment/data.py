@@ -9,9 +9,8 @@ label: class indices, 255 where a pixel is ignored. distance: eighths of a pixel
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, say, side_by_side, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, say, side_by_side, stage
 from nbtools.errors import MissingExtra, PackError
 from nbtools.show import plural, size_text
-from nbtools.tasks.common.files import WARNING, Refused, Report, Row, decode_image, on_white, read_rows, read_text
+from nbtools.tasks.common.files import decode_image, on_white, read_rows, read_text
+from nbtools.tasks.common.rules import WARNING, Refused, Report, Row, check_each
 from nbtools.tasks.segment import cvat
 from nbtools.tasks.segment.cvat import Size
 from nbtools.tasks.segment.sources import Item, Source
@@ -67,16 +67,10 @@ def pack(
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
     """
-    scanned, options = cache(Source), options_of(size, channels, classes, ignore)
-
-    def survey(folder: Path, options: Options) -> Survey:
-        return survey_of(scanned(folder), options, progress)
-
-    def reader(folder: Path) -> Any:
-        return partial(read_sample, scanned(folder))
-
-    more: dict[str, Any] = {"reader": reader, "val": val, "test": test, "into": into, "progress": progress}
-    return build_pack(source, "segment", options, survey, read, **more)
+    scan, options = cache(Source), options_of(size, channels, classes, ignore)
+    look = partial(survey, progress=progress, scan=scan)
+    more: dict[str, Any] = {"reader": lambda folder: partial(read_sample, scan(folder)), "val": val, "test": test}
+    return build_pack(source, "segment", options, look, read, **more, into=into, progress=progress)
 
 
 def pack_options(card: Card) -> dict[str, Any]:
@@ -145,10 +139,11 @@ def class_options(classes: Sequence[tuple[int, str]], ignore: Sequence[int | str
     return {"names": [*kept.values()], "ids": [*kept], "ignored": [[i, names.get(i, "")] for i in sorted(ignored)]}
 
 
-def survey_of(source: Source, asked: Options, progress: bool) -> Survey:
+def survey(folder: Path, asked: Options, progress: bool = False, scan: Callable[[Path], Source] = Source) -> Survey:
     """Return the labelled images of a folder, and the options that the files decide: sizes and ids that nothing names
-    are read from images and masks."""
-    items, size, bad = source.items, asked["size"], [row[:4] for row in source.rows]
+    are read from images and masks. scan: gives the contents of the folder."""
+    source, size = scan(folder), asked["size"]
+    items, bad = source.items, [row[:4] for row in source.rows]
     if not items:
         return Survey([], bad=bad)
     if size is None:
@@ -174,8 +169,9 @@ def classes_of(source: Source) -> list[tuple[int, str]]:
         own = [label for label in source.labels if label.casefold() in BACKGROUND][:1]
         return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
     masks = {source.folder / item.label for item in source.items.values()}
+    ids = check_each(lambda mask: np.unique(read_ids(mask)).tolist(), masks, progress=False)
     try:
-        seen = {*chain(*side_by_side(ids_in, masks))} or {*read_ids(min(masks)).flat}  # which says why there is none
+        seen = {i for i in ids if isinstance(i, int)} or {*read_ids(min(masks)).flat}  # which says why there is none
     except Refused as refusal:
         raise PackError(f"{min(masks)}: {refusal}") from None
     return [(int(i), f"class {i}") for i in sorted(seen - {IGNORE})]
@@ -264,13 +260,6 @@ def require_size(label: Size, image: Size) -> None:
         raise Refused(value, "a label must have the size of its image", fix)
 
 
-def ids_in(path: Path) -> list[int]:
-    """Return the ids in a mask, to see which occur; none if it cannot be used."""
-    with contextlib.suppress(Refused):
-        return np.unique(read_ids(path)).tolist()
-    return []
-
-
 def read_ids(path: Path) -> np.ndarray:
     """Return (h, w) whole numbers."""
     ids = np.asarray(decode_image(path))
@@ -311,20 +300,15 @@ def validate(
     made = Source(stage(source, progress=progress))
     if not (made.items or made.rows):
         raise PackError(f"{source}: no images; give the folder that holds images/ and labels/")
-    survey = survey_of(made, options_of(size, channels, classes, ignore), progress)
+    inventory = survey(made.folder, options_of(size, channels, classes, ignore), progress, lambda _: made)
 
-    def check(item: Item) -> Row | set[int]:
-        """Return what is wrong with an image or its label, or the classes in it."""
-        try:
-            return {*np.unique(read_item(made.folder, item, survey.options)[1]).tolist()}
-        except Refused as refusal:
-            return refusal.row(item.name)
+    def classes_in(name: str) -> list[int]:
+        return np.unique(read_item(made.folder, made.items[name], inventory.options)[1]).tolist()
 
-    checks = side_by_side(check, made.items.values())
-    results = [*bar(checks, "validating", len(made.items), leave=False, disable=not progress)]
+    results = check_each(classes_in, made.items, progress)
     rows = [*made.rows, *(one for one in results if isinstance(one, Row))]
-    seen = set().union(*(one for one in results if isinstance(one, set)))
-    missing = [name for k, name in enumerate(survey.classes) if k not in seen and seen]
+    seen = {one for one in results if isinstance(one, int)}
+    missing = [name for k, name in enumerate(inventory.classes) if k not in seen and seen]
     fix = "nothing; or annotate some, or correct its id in classes="
     rows += [Row(f"class {name}", "none", "every class should have pixels", fix, WARNING) for name in missing]
     if empty := [item for item in made.items.values() if item.drawing and not item.drawing.shapes]:

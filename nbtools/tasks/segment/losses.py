@@ -1,4 +1,4 @@
-"""The loss: OHEM cross-entropy of each output, plus all pixels again, weighted by closeness to a class boundary.
+"""The weights of the loss: of hard pixels (OHEM) in each output, and of closeness to a class boundary in the main one.
 
 Each image is scored separately and images are summed, so that micro-batches and processes give the gradient of one big
 batch. A pixel's weight is a constant of the backward pass: the loss of an output is Σ weight · cross-entropy. Nothing
@@ -8,36 +8,12 @@ B images, K classes, H × W pixels, h × w positions of an auxiliary output, N p
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nbtools.data import constant
 from nbtools.tasks.segment.data import IGNORE
-from nbtools.tasks.segment.networks import Outputs
-from nbtools.tasks.segment.task import Plan
-from nbtools.train import Batch
-
-
-def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return (sum over images, number of images with a valid pixel) of main logits (B, K, H, W) and auxiliary ones.
-    batch: label (B, H, W) int64 and, with edge_factor, distance (B, H, W) to the nearest boundary in pixels."""
-    (main, auxiliary), labels = model(batch), batch["label"]
-    outputs = [main, *auxiliary] if plan.aux_weight else [main]
-    targets, valid = [subsample(labels, logits) for logits in outputs], labels != IGNORE
-    entropies = [  # (B, H, W) each, 0 where ignored; never in half precision
-        F.cross_entropy(logits.float(), target, ignore_index=IGNORE, reduction="none")
-        for logits, target in zip(outputs, targets, strict=True)
-    ]
-    weights = hard_pixels(entropies, targets, plan)
-    if plan.edge_factor:
-        weights[0] = weights[0] + plan.edge_factor * edge_weights(batch["distance"], valid, plan)
-    total, *more = ((each * entropy).sum() for each, entropy in zip(weights, entropies, strict=True))
-    for term in more:
-        total = total + plan.aux_weight * term
-    return total, valid.flatten(1).any(1).sum()
 
 
 def subsample(labels: Tensor, logits: Tensor) -> Tensor:
@@ -48,9 +24,9 @@ def subsample(labels: Tensor, logits: Tensor) -> Tensor:
     return labels[:, ::stride, ::stride]
 
 
-def hard_pixels(entropies: list[Tensor], targets: list[Tensor], plan: Plan) -> list[Tensor]:
+def hard_pixels(entropies: list[Tensor], targets: list[Tensor], *rule: float) -> list[Tensor]:
     """Return `ohem_weights` of every output; of those of one size, as published, at once: few launches."""
-    flat, rule = [entropy.detach() for entropy in entropies], (plan.ohem_threshold, plan.ohem_least)
+    flat = [entropy.detach() for entropy in entropies]
     if len({entropy.shape for entropy in flat}) == 1:
         return list(ohem_weights(torch.cat(flat), torch.cat(targets) != IGNORE, *rule).split(len(flat[0])))
     return [ohem_weights(entropy, target != IGNORE, *rule) for entropy, target in zip(flat, targets, strict=True)]
@@ -74,10 +50,10 @@ def ohem_weights(entropy: Tensor, valid: Tensor, threshold: float, least: float)
     return ((above + tied * places) / torch.maximum(count, wanted)).view_as(entropy)
 
 
-def edge_weights(distance: Tensor, valid: Tensor, plan: Plan) -> Tensor:
-    """Return weights (B, H, W) of the mean over each image's valid pixels, in which one on a boundary counts
-    `edge_weight` times, falling to 1 by exp(-distance / edge_width); once where that is below `edge_threshold`."""
-    closeness = (distance / -plan.edge_width).exp()
-    near = 1 + (plan.edge_weight - 1) * closeness * (closeness >= plan.edge_threshold)
+def edge_weights(distance: Tensor, valid: Tensor, weight: float, width: float, threshold: float) -> Tensor:
+    """Return weights (B, H, W) of the mean over each image's valid pixels, in which one on a boundary counts `weight`
+    times, falling to 1 by exp(-distance / width); once where that is below `threshold`."""
+    closeness = (distance / -width).exp()
+    near = 1 + (weight - 1) * closeness * (closeness >= threshold)
     weights = near * valid
     return weights / weights.sum((1, 2), keepdim=True).clamp(min=1)

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
-from nbtools.data import Card, Pack
-from nbtools.tasks.segment.task import Plan
 from nbtools.train import again
 
 Outputs = tuple[Tensor, tuple[Tensor, ...]]
@@ -46,25 +44,6 @@ SLIM = Sizes(((16,), (16, 32), (64, 64)), 8, ((16, 1), (32, 1), (64, 2)), 4, 64,
 AVX-512, against 160 ms for PUBLISHED; with channels_last (27 and 185 without), medians of 5 and 2 steps on a busy
 machine."""
 SIZES = {"bisenetv2": PUBLISHED, "slim": SLIM}
-
-
-def model(card: Card | Pack, plan: Plan) -> "BiSeNetV2":
-    """Return the network that the plan names, with the channels and classes of a data set."""
-    channels = card.columns["image"].shape[-1]
-    network = BiSeNetV2(len(card.classes), channels, SIZES[plan.net])
-    network.recompute = plan.checkpoint_activations
-    return network
-
-
-def groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """Return the parameter groups: heads learn `head_lr` times as fast, norms and biases have no weight decay."""
-    parts: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        parts.setdefault((name.startswith(HEADS), parameter.dim() > 1), []).append(parameter)
-    return [
-        {"params": parameters, "lr_scale": plan.head_lr if head else 1.0, "decays": decays}
-        for (head, decays), parameters in parts.items()
-    ]
 
 
 class BiSeNetV2(nn.Module):

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from nbtools.data import IMAGES, compose
-from nbtools.tasks.common.files import Refused, Row, decode_text, read_rows, split_of, split_word, walk, with_slashes
+from nbtools.tasks.common.files import decode_text, read_rows, split_of, split_word, walk, with_slashes
+from nbtools.tasks.common.rules import Refused, Row
 from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"

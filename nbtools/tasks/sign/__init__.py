@@ -6,7 +6,6 @@ from nbtools.tasks.sign.features import features
 from nbtools.tasks.sign.task import (
     BASELINE,
     BEST,
-    MEANINGS,
     PLAN,
     PRESETS,
     Plan,

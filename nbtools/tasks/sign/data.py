@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from nbtools import disk
-from nbtools.data import Card, Entry, Pack, Sample, Survey, bar, build_pack, compose, side_by_side, split_word, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, compose, side_by_side, split_word, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
-from nbtools.tasks.common.files import ERROR, WARNING, Refused, Report, Row, decode_text, read_rows, walk, with_slashes
+from nbtools.tasks.common.files import decode_text, read_rows, walk, with_slashes
+from nbtools.tasks.common.rules import ERROR, WARNING, Refused, Report, Row, check_each
 from nbtools.tasks.sign.keypoints import POINTS
 from nbtools.tasks.sign.networks import POSITIONS
 
@@ -145,14 +146,10 @@ def validate(
     if require_x2048:
         keys |= {"feature_key": feature_key, "require_x2048": True}
 
-    def wrong(clip: str) -> list[Row]:
-        try:
-            return [row._replace(file=clip) for row in read_clip(folder / clip, keys)[1]]
-        except Refused as refusal:
-            return [refusal.row(clip)]
+    def warnings(clip: str) -> Iterator[Row]:
+        return (row._replace(file=clip) for row in read_clip(folder / clip, keys)[1])
 
-    checks = bar(side_by_side(wrong, clips), "validating", len(clips), leave=False, disable=not progress)
-    rows += [row for some in checks for row in some]
+    rows += check_each(warnings, clips, progress)
     return Report(rows, f"{plural(len(clips), 'clip')}, {len(labels):,} with a label")
 
 

@@ -22,7 +22,8 @@ from nbtools import disk
 from nbtools.data import bar, cores, local, stage
 from nbtools.errors import MissingExtra, PackError, StageError
 from nbtools.show import plural
-from nbtools.tasks.common.files import Refused, Report, decode_image, split_of, walk
+from nbtools.tasks.common.files import decode_image, split_of, walk
+from nbtools.tasks.common.rules import Refused, Report
 from nbtools.tasks.sign import task
 from nbtools.tasks.sign.data import AGAIN, FEATURES, MASK, SUFFIX, TIMES, Ids, arrays_in, open_clip, read_lists
 from nbtools.tasks.sign.networks import Gru
