@@ -1,6 +1,7 @@
 """What holds for each of the four tasks: demo, options, augmentation, advice, its guide's settings, and evaluation."""
 
 import json
+import re
 import shutil
 from typing import Any
 
@@ -160,6 +161,8 @@ def test_advice_fits_machine_and_data_and_gives_every_number_a_reason(card, smal
     for machine, expected in zip(machines, (small, large), strict=True):
         advice = decide(TASKS[card.task], card, machine)
         assert all(advice.reasons.values())
+        figures = [why for why in advice.reasons.values() if re.search(r"\d (%|of|as|than|times|×)", why)]
+        assert all("rule of thumb" in why or "measured" in why for why in figures), "where each figure is from"
         plan: Any = TASKS[card.task].Plan(**advice.plan.to_dict())
         assert plan.batch_size <= card.splits["train"]
         assert plan.warmup_epochs < plan.epochs

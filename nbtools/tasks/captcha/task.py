@@ -67,8 +67,8 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     epochs = epochs_for(card, FIXED_IMAGES)
     return {  # measured on two cores of a Xeon (AVX-512) with 4,800 four-digit captchas
         "network": ("small", "trains 8 times as many images/s as the original, and needs fewer (measured on our CPU)"),
-        "loss": ("cross_entropy", "learns in fewer epochs than the original multi-label soft margin"),
-        "augment": (0.3, "mild shifts, shear and contrast, for a small set; costs 7 % of a step"),
+        "loss": ("cross_entropy", "learns in fewer epochs than the original soft margin (measured on our CPU)"),
+        "augment": (0.3, "mild, for a small set; costs 7 % of a step (measured on our CPU)"),
         "batch_size": (at_most(64, card), "17 % faster than 32 in bf16, and as good; 128: +6 % (measured on our CPU)"),
         "lr": (2e-3, "read 99 % of generated four-digit captchas after 4 epochs of 4,800 (measured on our CPU)"),
         "epochs": (epochs, f"{FIXED_IMAGES:,} images in all (measured on our CPU)"),
@@ -86,11 +86,17 @@ def for_lines(card: Card, cuda: bool) -> dict[str, tuple[Any, str]]:
     padding = "a third as many widths for 1 % more padding" if cuda else "a sixth as many widths for 2 % more padding"
     return {
         "network": ("ctc", "lines need CTC"),
-        "bucket": (card.options["height"] // (8 if cuda else 4), f"{padding} (calculated)"),
-        "augment": (1.3, "at 1.0 the training loss fell to half the validation loss in 66 epochs; costs 5 % of a step"),
+        "bucket": (card.options["height"] // (8 if cuda else 4), f"{padding} (measured on our data)"),
+        "augment": (
+            1.3,
+            "at 1.0 the training loss fell to half the validation loss in 66 epochs (measured on our CPU)",
+        ),
         "batch_size": (at_most(128 if cuda else 32, card), f"many steps for a small set, {THUMB}"),
-        "lr": (6e-3 if cuda else 3e-3, f"with warmup and cosine; {sqrt if cuda else 'twice that is no better'}"),
-        "epochs": (epochs, f"{LINES:,} lines in all: about 20 minutes on two cores"),
+        "lr": (
+            6e-3 if cuda else 3e-3,
+            sqrt if cuda else "with warmup and cosine; twice that is no better (measured on our CPU)",
+        ),
+        "epochs": (epochs, f"{LINES:,} lines in all, about 20 minutes (measured on our CPU)"),
         "warmup_epochs": (round(epochs * 0.06, 1), f"6 % of the run, {THUMB}: CTC predicts blank everywhere at first"),
         "weight_decay": (0.05, f"for a small set, {THUMB}"),
         "clip_norm": (5.0, f"only guards against outliers, {THUMB}"),
