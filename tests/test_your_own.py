@@ -23,7 +23,7 @@ from nbtools.train.defaults import METRICS, STRENGTHS
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "your-own.md").read_text()
 CELLS = dict(re.findall(r"<!-- cell: (\w+), .*? -->\n```python\n(.*?)```", TEXT, re.S))
-LINES = {"images": 6, "table": 8, "sequences": 25, "masks": 15}
+LINES = {"images": 6, "table": 8, "sequences": 15, "masks": 15}
 EPOCHS = 2
 PHOTOS = own.images(120)
 Net = own.Small
