@@ -1,8 +1,8 @@
 """The pack of a source: the finished one, or a new one that appears under its name only once it is complete.
 
 A task says what its samples are (`survey`) and how to read one (`read`). Processes read blocks of them into files
-`<pack>.part/<key>/<number>.npz`, which the next call finds again if it is interrupted; then they are joined into the
-arrays. What cannot be used is listed in one table, never dropped silently.
+`<pack>.part/<key>/<number>.npz`, which the next call finds again if it is interrupted; meanwhile this one joins them
+into the arrays. What cannot be used is listed in one table, never dropped silently.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -120,10 +120,9 @@ def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: 
             raise PackError(f"{target} holds other files, or a pack of other data or options; choose a new folder")
         with unfinished(target, digest(f"{disk.VERSION} 2 {made['key']}")) as begun:
             inventory, sample = look()
-            blocks = read_blocks(inventory, sample, begun, progress)
             disk.remove(begun / "new")
             (begun / "new").mkdir()
-            finish(begun / "new", join(begun / "new", blocks, inventory), inventory, task, made, draw)
+            finish(begun / "new", read_all(inventory, sample, begun, progress), inventory, task, made, draw)
         pack = Pack.open(target)
         for line in pack.remarks if progress else ():
             say(line)
@@ -177,16 +176,43 @@ class RawFiles(Dataset):
         return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
 
 
-def read_blocks(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> list[Path]:
-    """Read all entries into files of a folder, but for those that an interrupted call left; return these in order."""
-    count = len(survey.entries)
+def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> dict[str, Any]:
+    """Read all entries into files of a folder, but for those that an interrupted call left, and meanwhile write their
+    arrays, one after another, as .npy files in `new`. Return `kept`: the entries that became samples, `classes`: of
+    each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike or reserved ones."""
+    count, every, files, columns = len(survey.entries), list[dict[str, Any]](), dict[str, IO[bytes]](), None
     blocks = {folder / f"{start}.npz": range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)}
-    todo = [(path, block) for path, block in blocks.items() if not is_whole(path)]
-    ready = count - sum(len(block) for _, block in todo)
-    with bar(desc="packing", total=count, initial=ready, unit=" samples", disable=not progress, leave=False) as shown:
-        for done in side_by_side(partial(write_block, survey, sample), todo, size=1):
-            shown.update(done)
-    return [*blocks]
+    todo = {path: block for path, block in blocks.items() if not is_whole(path)}
+    shown = bar(desc="packing", total=count, unit=" samples", disable=not progress, leave=False)
+    written = side_by_side(partial(write_block, survey, sample), todo.items())
+    with shown, contextlib.closing(written), contextlib.ExitStack() as stack:
+        for path, block in blocks.items():
+            shown.update(next(written) if path in todo else len(block))
+            with np.load(path) as arrays:
+                every.append(facts := json.loads(str(arrays["facts"])))
+                if facts["kept"]:
+                    own = restore(dict[str, Column], facts["columns"])
+                    columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns)
+                for name in facts["lengths"]:
+                    if name in files:
+                        files[name].write(arrays[f"{name}.array"].data)
+                    else:
+                        files[name] = stack.enter_context(open(folder / "new" / f"{name}.npy", "xb", 1 << 20))
+                        np.save(files[name], arrays[f"{name}.array"])
+        columns = columns or {}
+        ragged = [name for name, column in columns.items() if column.kind == "ragged"]
+        reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
+        if taken := sorted(reserved & columns.keys()):
+            fix = "rename it in the source, or choose others with inputs=[…]"
+            raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; {fix}")
+        for name, column in columns.items():
+            lengths = [length for facts in every for length in facts["lengths"].get(name, ())]
+            header = {"descr": column.dtype, "fortran_order": False, "shape": (sum(lengths), *column.shape)}
+            files[name].seek(0)  # to the header, which has the same size for any length
+            np.lib.format.write_array_header_1_0(files[name], header)
+            if name in ragged:
+                np.save(folder / "new" / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+    return {"columns": columns} | {key: [x for one in every for x in one[key]] for key in ("kept", "classes", "bad")}
 
 
 def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
@@ -235,33 +261,6 @@ def require_alike(name: str, own: dict[str, Column], first: dict[str, Column] | 
         came, before = (", ".join(f"{name} {c}" for name, c in each.items()) for each in (own, first))
         raise PackError(f"{name}: its columns are {came}; the first sample's are {before}")
     return own if first is None else first
-
-
-def join(folder: Path, blocks: Sequence[Path], survey: Survey) -> dict[str, Any]:
-    """Write the arrays of all blocks, one after another, as .npy files; return `kept`: the entries that became samples,
-    `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike or reserved ones."""
-    every = [json.loads(str(np.load(path)["facts"])) for path in blocks]
-    joined: dict[str, Any] = {key: [one for facts in every for one in facts[key]] for key in ("kept", "classes", "bad")}
-    filled, columns = [(path, facts) for path, facts in zip(blocks, every, strict=True) if facts["kept"]], None
-    for _, facts in filled:
-        own = restore(dict[str, Column], facts["columns"])
-        columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns)
-    joined["columns"] = columns = columns or {}
-    ragged = [name for name, column in columns.items() if column.kind == "ragged"]
-    reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
-    if taken := sorted(reserved & columns.keys()):
-        fix = "rename it in the source, or choose others with inputs=[…]"
-        raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; {fix}")
-    for name, column in columns.items():
-        lengths = [length for _, facts in filled for length in facts["lengths"][name]]
-        if name in ragged:
-            np.save(folder / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
-        with open(folder / f"{name}.npy", "xb", 1 << 20) as file:
-            header = {"descr": column.dtype, "fortran_order": False, "shape": (sum(lengths), *column.shape)}
-            np.lib.format.write_array_header_1_0(file, header)
-            for path, _ in filled:
-                file.write(np.load(path)[f"{name}.array"].data)
-    return joined
 
 
 def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made: Made, draw: Draw) -> None:

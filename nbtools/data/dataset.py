@@ -7,7 +7,7 @@ What a folder is follows from the images that it holds: hidden ones and those in
 import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -191,6 +191,7 @@ def list_items(data: Any) -> Any:
     raise PackError(f"data must be a Dataset with __getitem__ and __len__, got {type(data).__name__}; {fix}")
 
 
+@lru_cache  # a source has many names in few folders
 def split_word(name: str) -> str | None:
     """Return train, val or test if a name has it as a word, also as training_set, valid, TestData, seg_test."""
     match = re.search(SPLIT, name, re.I)

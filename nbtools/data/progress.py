@@ -22,7 +22,7 @@ from nbtools.errors import NbtoolsError
 
 T = TypeVar("T")
 R = TypeVar("R")
-LOOK, SHORT = 0.1, 1.0  # seconds of work that say how long the rest takes; in which it is not worth starting processes
+LOOK, SHORT = 0.1, 0.3  # seconds of work that say how long the rest takes; in which it is not worth starting processes
 LEAST, PATIENCE = 0.25, 30.0  # seconds between updates: quicker ones hang a Colab tab (lightning#2517); in a log file
 SLOW = 2.0  # seconds before there is a bar of work that may be short
 BYTES = {"unit": "B", "unit_scale": True}  # options of a bar
@@ -99,9 +99,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> Generator[R, None, None]:
-    """Yield work(item) of each item: on Linux, where that pays, by a forked process a core, `size` items at a time;
-    results must be picklable, and fit in memory. Raises NbtoolsError where the system kills a process."""
+def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
+    """Yield work(item) of each item: on Linux, where that pays, by a forked process a core; results must be picklable,
+    and fit in memory. Raises NbtoolsError where the system kills a process."""
     items, start, spent, done, before = [*items], monotonic(), 0.0, 0, dict(positions())
     while done < len(items) and spent <= LOOK:
         yield work(items[done])
@@ -112,7 +112,7 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], size: int = 16) -> 
         return
     pool = ProcessPoolExecutor(cores(), get_context("fork"), begin, (work,))
     try:
-        yield from pool.map(work_on, rest, chunksize=size)
+        yield from pool.map(work_on, rest, chunksize=1 + done // 5)  # a fifth of LOOK
     except BrokenProcessPool:
         reason = "a worker process was killed, probably because memory ran out"
         raise NbtoolsError(f"{reason}; free memory, and run it again: packing continues where it stopped") from None
