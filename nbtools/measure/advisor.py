@@ -56,10 +56,9 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     """Return the plan to start from, with reasons and what was measured here.
 
     Measuring takes about `seconds`, once per machine, pack and task: the result is kept next to the pack until a call
-    gives it more time. None: a ninetieth of the training that it shortens, at least 12 s and at most 60, on CUDA
-    graphs and compilation besides. Then learning rates are tried, for a tenth of the training, 15 to 120 s.
-    measure=False: use what was measured before, else only rules of thumb, without delay. Raises TrainError if not even
-    one sample fits.
+    gives it more time. None: a ninetieth of the training that it shortens, 12 to 60 s, on CUDA graphs and compilation
+    besides. Then learning rates are tried, for a tenth of the training, 15 to 120 s. measure=False: use what was
+    measured before, else only rules of thumb, without delay. Raises TrainError if not even one sample fits.
     """
     if settings:
         raise PlanError(f"advise takes no {', '.join(settings)}; change its plan: nb.advise(task, pack).plan.turn(…)")

@@ -87,15 +87,9 @@ def for_lines(card: Card, cuda: bool) -> dict[str, tuple[Any, str]]:
     return {
         "network": ("ctc", "lines need CTC"),
         "bucket": (card.options["height"] // (8 if cuda else 4), f"{padding} (measured on our data)"),
-        "augment": (
-            1.3,
-            "at 1.0 the training loss fell to half the validation loss in 66 epochs (measured on our CPU)",
-        ),
+        "augment": (1.3, "at 1.0 the training loss fell to half the validation's in 66 epochs (measured on our CPU)"),
         "batch_size": (at_most(128 if cuda else 32, card), f"many steps for a small set, {THUMB}"),
-        "lr": (
-            6e-3 if cuda else 3e-3,
-            sqrt if cuda else "with warmup and cosine; twice that is no better (measured on our CPU)",
-        ),
+        "lr": (6e-3, sqrt) if cuda else (3e-3, "with cosine; twice that is no better (measured on our CPU)"),
         "epochs": (epochs, f"{LINES:,} lines in all, about 20 minutes (measured on our CPU)"),
         "warmup_epochs": (round(epochs * 0.06, 1), f"6 % of the run, {THUMB}: CTC predicts blank everywhere at first"),
         "weight_decay": (0.05, f"for a small set, {THUMB}"),
