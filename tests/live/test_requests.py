@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import toy
 from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, same, texts
+from archives import forked
 from kernels import LIMIT, until
 
 import nbtools as nb
@@ -156,27 +155,21 @@ def test_a_request_is_never_of_an_older_run(pack, folder, tmp_path):
     assert not (tmp_path / "kept" / CONTROL).exists()
 
 
-SCRIPT = """
-import sys, time; sys.path.insert(0, sys.argv[1])
-import toy, torch, nbtools as nb
-torch.set_num_threads(1)
-from pathlib import Path
-pack = toy.make_pack(Path(sys.argv[2]))
-batch = toy.batch
-toy.batch = lambda *given: time.sleep(0.005) or batch(*given)  # a step that waits, as for a GPU
-nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3], receipt=False, progress=False)
-"""
+def train(pack: nb.Pack, folder: Path) -> None:
+    """In steps that wait, as for a GPU."""
+    task = toy.with_(batch=lambda *given: time.sleep(0.005) or toy.batch(*given))
+    nb.fit(task, pack, PLAN.replace(epochs=100000, eval_every=1000), folder, **QUIET)
 
 
 @pytest.fixture
-def elsewhere(folder, tmp_path):
+def elsewhere(pack, folder):
     """The folder of a run that another process trains."""
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1]), str(tmp_path), str(folder)]
-    process = subprocess.Popen(command)
+    process = forked(train, pack, folder)
     try:
         until((folder / "run.json").exists, "the start of the run")
         yield folder
-        assert process.wait(LIMIT) == 0
+        process.join(LIMIT)
+        assert process.exitcode == 0
     finally:
         process.kill()
 
