@@ -4,8 +4,6 @@ data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a 
 """
 
 import csv
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -99,18 +97,3 @@ def test_a_folder_alone_validates_packs_and_trains_its_network(processed, folder
     assert nb.evaluate(run, new).keys() == {"loss", "gloss_accuracy", "cat_accuracy", "top5"}
     with pytest.raises(PackError, match="a clip must have X"):
         nb.evaluate(run, run.pack(processed / other, test=1.0, progress=False))
-
-
-@pytest.mark.full
-def test_nothing_starts_cuda_before_training():
-    code = """
-import torch
-def started(*_): raise SystemExit("CUDA is started")
-torch.cuda._lazy_init = started
-from nbtools.__main__ import parser
-from nbtools.tasks import captcha, hwdb, sign
-given = ["train", "sign", "--data", "x", "--run", "y", "--amp", "bf16"]
-parser(given).parse_args(given)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stderr) == (0, "")
