@@ -1,6 +1,7 @@
 """While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages. And a run
 under its live view in these kernels, and what it leaves there when it is over."""
 
+import re
 from html import escape
 from types import SimpleNamespace
 from typing import Any
@@ -211,6 +212,33 @@ def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_ne
                 assert inside.locator(".nbt-at b").first.inner_text() == "0.9996", "a share just below 1 is not 1"
     assert errors == []
     assert [url for url in requests if not url.startswith(("data:", "about:"))] == []
+
+
+CELL = """
+import gc, torch
+def train(run, hidden, *callbacks):
+    nb.fit(toy, pack, plan.replace(hidden=hidden), run, receipt=False, callbacks=callbacks)
+def used():
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    print("used", sum({t.data_ptr(): t.nbytes for t in tensors}.values()) // 2**20, "MB")
+train("first", 16)
+used()
+"""
+
+
+@pytest.mark.full
+@viewed
+def test_a_cell_that_fails_amid_training_leaves_no_memory_behind_and_the_next_one_trains(session):
+    used, errors = [session.run(CELL)], []
+    for fails in (", lambda *_: 1 / 0", ""):
+        cell = session.client.execute(f'train("large", 400_000{fails})')  # 22 MB of weights
+        session.end(cell)
+        errors += [session.errors(cell)]
+        used += [session.run("used()")]
+    before, *after = (int(re.findall(r"used (\d+) MB", text)[0]) for text in used)
+    assert after == pytest.approx([before] * 2, abs=1)
+    assert errors == [["ZeroDivisionError"], []]
 
 
 @pytest.mark.browser
