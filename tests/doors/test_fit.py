@@ -56,8 +56,7 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_p
     assert untouched.predict(files, batch_size=7) == untouched.predict_pack(pack, range(20))
     assert untouched.predict(files[0]) == untouched.predict([files[0]])
     assert untouched.predict([]) == []
-    with pytest.raises(PackError, match=r"nothing\.npy: No such file"):
-        untouched.predict(tmp_path / "nothing.npy")
+    refused(PackError, r"nothing\.npy: No such file", untouched.predict, tmp_path / "nothing.npy")
 
 
 def test_the_verdict_at_the_end_may_change_what_a_run_in_progress_keeps(pack, tmp_path, monkeypatch):
