@@ -37,7 +37,6 @@ from tqdm import tqdm
 
 import nbtools as nb
 from nbtools import disk, errors
-from nbtools.errors import NbtoolsError
 from nbtools.train import checkpoint
 
 # A source file that cannot be read is a bad sample, not an error: those of `vectors` are left alone.
@@ -74,7 +73,7 @@ def work(job: Callable[[], Any], answer: IO[bytes]) -> None:
             os.dup2(nowhere, stream)
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=answer)  # which ends it with 1, FAILED
         code, text = DONE, repr(job())
-    except NbtoolsError as error:
+    except errors.NbtoolsError as error:
         code, text = REFUSED, f"{type(error).__name__}: {error}"
     except BaseException:
         code, text = FAILED, traceback.format_exc()
@@ -234,7 +233,7 @@ def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypat
             assert not any(path.is_symlink() for path in found.rglob("*"))
             if form == "zip":  # which has a checksum of each file
                 assert set(tree(found).values()) <= {*FILES.values(), b""}
-        except NbtoolsError:
+        except errors.NbtoolsError:
             assert not [path for path in (place / "out").rglob("*") if path.name == ".stage.json"]
         after = {name for name in names(tmp_path) if not name.startswith(f"{number}/out")}
         assert after == before

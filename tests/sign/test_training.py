@@ -1,8 +1,5 @@
 """What the settings of signs do to batches, loss, metrics and augmentation, and none of the guide's faults. Its folders
-open as they are, and the options of its script do here what they say:
-
-data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a labels.csv
-"""
+data/processed/{transformer_only,iv3_gru_only,test_15fps}/CLIP.npz, each with a labels.csv, open as they are."""
 
 import csv
 from pathlib import Path
