@@ -40,7 +40,7 @@ full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
 
 # Where versions differ most: what is fetched, tabled, drawn and saved, and notebooks from top to bottom.
-STACKED := $(QUICK) stage show plot panel resume notebooks
+STACKED := $(QUICK) stage terminal plot panel resume notebooks
 
 .PRECIOUS: .venv-%/ready .venv-own-%/ready  # else make removes what only a pattern asks for
 
