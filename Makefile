@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL = OMP_NUM_THREADS=1 $1/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
     -m 'not alone and not full'
 FILES = $(wildcard $(foreach name,$1,tests/test_$(name).py tests/*/test_$(name).py tests/$(name)))
-QUICK := layers project plan draws history loop task memory guard requests pack captcha
+QUICK := layers project plan augment history loop task guard requests pack captcha
 
 quick: .venv/ready  ## in less than a minute: whether a change broke something
 	@$(BIN)/ruff check -q $(CODE)
@@ -40,7 +40,7 @@ full: test  ## make test, and what takes too long for every change
 	@$(BIN)/python -m pytest -q -m full
 
 # Where versions differ most: what is fetched, tabled, drawn and saved, and notebooks from top to bottom.
-STACKED := $(QUICK) stage show plot panel resume notebooks
+STACKED := $(QUICK) stage terminal plot panel resume notebooks
 
 .PRECIOUS: .venv-%/ready .venv-own-%/ready  # else make removes what only a pattern asks for
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import warnings
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -83,8 +84,9 @@ def machine(folder: Path, drive: Path, stack: str = "colab") -> Machine:
 
 
 def apart(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a process of its own: nbclient leaves its event loop open in a thread."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+    """What a function returns in a fork of its own: nbclient leaves its event loop open in a thread."""
+    with warnings.catch_warnings(), ProcessPoolExecutor(1, get_context("fork")) as process:
+        warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         return process.submit(work, *arguments).result()
 
 

@@ -3,7 +3,7 @@ network as a user would write it. On each the best and the worst lr of `GRID` di
 B samples, C channels, L steps, K classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ GRID = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 """The lrs that a careful user would try."""
 
 
-def shapes(seed: int = 0, count: int = 360) -> list[tuple[np.ndarray, int]]:
+def shapes(seed: int = 0, count: int = 360) -> Iterator[tuple[np.ndarray, int]]:
     """Noisy pictures (16, 16, 3) uint8 of a disc, a ring, a cross and a square of any size, place and colour."""
-    rng, items = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     rows, columns = np.mgrid[:16, :16]
     for i in range(count):
         y, x, size = rng.uniform(6, 10), rng.uniform(6, 10), rng.uniform(4, 6)
@@ -32,8 +32,7 @@ def shapes(seed: int = 0, count: int = 360) -> list[tuple[np.ndarray, int]]:
         )[i % 4]
         image = np.where(inside[..., None], rng.uniform(90, 255, 3), rng.uniform(0, 120, 3))
         image += rng.normal(0, 15, image.shape)
-        items.append((image.clip(0, 255).astype(np.uint8), i % 4))
-    return items
+        yield image.clip(0, 255).astype(np.uint8), i % 4
 
 
 def spirals(seed: int = 0, count: int = 600) -> list[tuple[np.ndarray, int]]:
@@ -46,25 +45,23 @@ def spirals(seed: int = 0, count: int = 600) -> list[tuple[np.ndarray, int]]:
     return [(point, int(k)) for point, k in zip(points, label, strict=True)]
 
 
-def waves(seed: int = 0, count: int = 400) -> list[tuple[np.ndarray, int]]:
+def waves(seed: int = 0, count: int = 400) -> Iterator[tuple[np.ndarray, int]]:
     """Noisy wave forms (64, 1): sine, square, saw tooth and triangle of any frequency and phase."""
-    rng, items = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     for i in range(count):
         t = (np.arange(64) / 64 * rng.uniform(2, 5) + rng.uniform()) % 1
         wave = (np.sin(2 * np.pi * t), np.sign(t - 0.5), 2 * t - 1, 4 * abs(t - 0.5) - 1)[i % 4]
-        items.append(((wave * rng.uniform(0.7, 1.4) + rng.normal(0, 0.15, 64))[:, None].astype(np.float32), i % 4))
-    return items
+        yield (wave * rng.uniform(0.7, 1.4) + rng.normal(0, 0.15, 64))[:, None].astype(np.float32), i % 4
 
 
-def bags(seed: int = 0, count: int = 800) -> list[tuple[np.ndarray, int]]:
+def bags(seed: int = 0, count: int = 800) -> Iterator[tuple[np.ndarray, int]]:
     """24 of 400 tokens, of which about eight belong to the topic that is asked for, one of four."""
-    rng, items = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     for i in range(count):
         tokens = rng.integers(0, 400, 24)
         topical = rng.uniform(size=24) < 0.35
         tokens[topical] = 60 * (i % 4) + rng.integers(0, 60, topical.sum())
-        items.append((tokens, i % 4))
-    return items
+        yield tokens, i % 4
 
 
 def pictures(classes: int, inputs: int) -> nn.Module:
@@ -108,7 +105,7 @@ PROBLEMS: dict[str, tuple[Callable[..., Any], Callable[..., nn.Module]]] = {
 
 
 def packed(name: str, folder: Path, seed: int = 0) -> nb.Pack:
-    return nb.pack(PROBLEMS[name][0](seed), val=0.25, test=0, into=folder / f"{name}-{seed}", progress=False)
+    return nb.pack([*PROBLEMS[name][0](seed)], val=0.25, test=0, into=folder / f"{name}-{seed}", progress=False)
 
 
 def accuracy(task: Any, pack: nb.Pack, plan: nb.Plan) -> float:

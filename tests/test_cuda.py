@@ -124,9 +124,9 @@ def test_from_advice_to_receipt_everything_goes_the_way_of_cuda(tmp_path, monkey
         advice = nb.advise(toy, pack, seconds=6.0)
         assert "measured here by the GPU's time per step" in advice.reasons["amp"]
         for amp, recorded in (("bf16", True), ("fp16", False)):
-            plan = advice.plan.replace(amp=amp, graph=recorded, epochs=6)
+            plan = advice.plan.replace(amp=amp, graph=recorded, epochs=3)
             run = nb.fit(toy, pack, plan, run=tmp_path / amp, progress=False)
             assert None not in (run.receipt, run.verdict)
             assert run.summary()["val_accuracy"].iloc[-1] > 0.5
             assert {"gpu_memory_allocated", "gpu_memory_peak"} <= {*run.history.rows[-1]}
-        assert nb.lr_sweep(toy, pack, plan).lr
+        assert nb.lr_sweep(toy, pack, plan, lrs=(1e-3, 1e-2)).lr

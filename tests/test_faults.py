@@ -1,5 +1,6 @@
 """Break things on purpose: kill a run, let operations on the disk fail, damage archives. Nothing half-written is ever
-read, and the same line goes on exactly. A tenth of all cases is in `make test`, all of them in `make full`.
+read, and the same line goes on exactly. A tenth of all cases is in `make test`, all of them in `make full`. And the
+disk module by itself.
 
 What is broken happens in a forked child, by an audit hook of Python itself: it sees each file opened, renamed, removed.
 """
@@ -16,14 +17,17 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
+import archives
 import numpy as np
 import pytest
 import toy
@@ -32,7 +36,7 @@ from archives import FORMS, PACKERS, archived, put, tree
 from tqdm import tqdm
 
 import nbtools as nb
-from nbtools.errors import NbtoolsError
+from nbtools import disk, errors
 from nbtools.train import checkpoint
 
 # A source file that cannot be read is a bad sample, not an error: those of `vectors` are left alone.
@@ -69,7 +73,7 @@ def work(job: Callable[[], Any], answer: IO[bytes]) -> None:
             os.dup2(nowhere, stream)
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=answer)  # which ends it with 1, FAILED
         code, text = DONE, repr(job())
-    except NbtoolsError as error:
+    except errors.NbtoolsError as error:
         code, text = REFUSED, f"{type(error).__name__}: {error}"
     except BaseException:
         code, text = FAILED, traceback.format_exc()
@@ -202,6 +206,12 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
     return bytes(changed[: rng.randrange(len(changed) or 1)] if rng.random() < 0.1 else changed) or b"\0"
 
 
+def names(folder: Path) -> set[str]:
+    """The files below a folder, without those of the cache."""
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    return {name for name in found if not name.startswith("cache/")}
+
+
 @pytest.mark.parametrize("block", seeds(20))
 def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypatch, own_cache, block):
     monkeypatch.setattr("os.fsync", lambda file: None)  # a power cut does not follow
@@ -215,7 +225,7 @@ def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypat
             data = PACKERS[form](mutated(rng, tar)) if rng.random() < 0.7 else mutated(rng, PACKERS[form](tar))
         place = tmp_path / f"{number}"
         source = put(place / "in" / f"a.{form}", data)
-        before = tree(tmp_path)
+        before = names(tmp_path)
         try:
             found = nb.stage(source, place / "out", progress=False)
             assert found.is_relative_to(place / "out")
@@ -223,7 +233,69 @@ def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypat
             assert not any(path.is_symlink() for path in found.rglob("*"))
             if form == "zip":  # which has a checksum of each file
                 assert set(tree(found).values()) <= {*FILES.values(), b""}
-        except NbtoolsError:
+        except errors.NbtoolsError:
             assert not [path for path in (place / "out").rglob("*") if path.name == ".stage.json"]
-        after = {name for name in tree(tmp_path) if not name.startswith((f"{number}/out", "cache/"))}
-        assert after == {name for name in before if not name.startswith("cache/")}
+        after = {name for name in names(tmp_path) if not name.startswith(f"{number}/out")}
+        assert after == before
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("operation", ["", "pathlib.Path.write_bytes", "os.fsync", "os.replace"])
+def test_write_atomic_replaces_the_whole_content_or_keeps_the_old_and_leaves_no_part(tmp_path, monkeypatch, operation):
+    def failing(*_, **more):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = disk.write_atomic(tmp_path / "new" / "run.json", "a longer first text")
+    if operation:
+        monkeypatch.setattr(operation, failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            disk.write_atomic(path, "new")
+    else:
+        disk.write_atomic(path, b"new")
+    assert path.read_text() == ("a longer first text" if operation else "new")
+    assert os.listdir(path.parent) == ["run.json"]
+
+
+def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path):
+    part = tmp_path / "data.part"
+    put(part / "sub" / "file", b"data")
+    disk.publish_folder(part, tmp_path / "data")
+    assert os.listdir(tmp_path) == ["data"]
+    part.mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        disk.publish_folder(part, tmp_path / "data")
+    assert (tmp_path / "data" / "sub" / "file").read_text() == "data"
+
+
+def test_an_error_of_the_disk_says_what_failed_and_what_to_do(tmp_path):
+    with pytest.raises(errors.DiskError, match="the disk is full") as caught, disk.explained("staging x.tar", tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert str(caught.value).startswith(f"staging x.tar: {tmp_path}")
+
+
+MOUNTS = "overlay / overlay rw 0 0\ndrive /content/drive fuse.drive rw 0 0\nhost:/x /data/my\\040share nfs4 rw 0 0\n"
+SLOW = {"/tmp/x": False, "/content/drive/MyDrive/x.tar": True, "/content/driven": False, "/data/my share/x": True}
+
+
+def test_a_path_is_slow_by_its_longest_mount_point(tmp_path, monkeypatch):
+    (tmp_path / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "mounts")
+    assert {path: disk.is_slow(Path(path)) for path in SLOW} == SLOW
+
+
+def own_and_be_killed(path, left):
+    """Take a lock, leave a fork that lives on, and be killed."""
+    with disk.lock(path):
+        left.send(archives.forked(time.sleep, 60).pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_of_its_owner_does_not_hold_a_lock(tmp_path):
+    """The workers of a run that is killed live on for seconds, in which it can be started again."""
+    here, there = Pipe(duplex=False)
+    owner = archives.forked(own_and_be_killed, tmp_path / "x", there)
+    left = here.recv()
+    owner.join()
+    with disk.lock(tmp_path / "x", busy=errors.TrainError("held")):
+        pass
+    os.kill(left, signal.SIGKILL)

@@ -1,12 +1,14 @@
-"""Run all on a machine as Colab hands it out: the install cell brings nbtools, or pip says why not and all ends."""
+"""Run all on a machine as Colab hands it out: the install cell brings nbtools, or pip says why not and all ends.
+And what the wheel holds that `make wheel` builds."""
 
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from notebooks import execute
+from notebooks import build, execute
 from tests import fresh
 from tests.kernels import STACKS, python, started
 
@@ -67,12 +69,38 @@ def test_where_installing_fails_pip_says_why_and_run_all_stops(stack, tmp_path):
             assert re.search(f"ERROR: .*{reason}", kernel.text(request))
 
 
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return fresh.wheel(tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_license_only(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if not name.endswith("/")}
+    package = {path.relative_to(build.ROOT).as_posix() for path in (build.ROOT / "nbtools").rglob("*.py")}
+    about = {name for name in held if name.startswith("nbtools-")}
+    scripts = {f"nbtools/live/{name}" for name in ("kept.js", "charts.js", "live.css")}
+    assert held - about == package | {"nbtools/py.typed", *scripts}
+    assert {"entry_points.txt", "LICENSE"} <= {name.rpartition("/")[2] for name in about}
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_links_of_its_readme_lead_to_the_repository(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        page = archive.read(name).decode()
+    inside = re.findall(rf"{re.escape(build.repository())}/(blob|raw)/main/([^)\s\"#]+)", page)
+    assert {kind for kind, path in inside if path.endswith(".png")} == {"raw"}, "a picture's page is no picture"
+    assert [path for _, path in inside if not (build.ROOT / path).exists()] == []
+    assert not re.findall(r"\]\((?!https?://|#)|(?:src|srcset)=\"(?!https?://)", page)
+
+
 @full
 @pytest.mark.timeout(900)
-def test_a_wheel_and_a_zip_install_also_from_a_folder_with_a_blank_in_its_name_and_the_terminal_trains(tmp_path):
+def test_a_wheel_and_a_zip_install_also_from_a_folder_with_a_blank_in_its_name_and_the_terminal_trains(tmp_path, wheel):
     copies = tmp_path / "drive" / "my copies"
     archive = fresh.repository_zip(copies / ZIP)
-    wheel = Path(shutil.copy(fresh.wheel(tmp_path / "build"), copies))
+    shutil.copy(wheel, copies)
     for number, source in enumerate((f"drive:my copies/{wheel.name}", archive.as_uri())):
         machine = fresh.machine(tmp_path / str(number), tmp_path / "drive", "colab")
         with started("colab", machine.folder, machine.python, machine.environment) as kernel:

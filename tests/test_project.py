@@ -1,19 +1,31 @@
-"""The files around the package agree with each other and with what they say."""
+"""The files around the package agree with each other and with what they say. README and docs: links lead somewhere,
+every figure has its receipt, names exist, and commands and options parse."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+import nbtools as nb
+from nbtools.__main__ import parser
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST_OF = ("text", "segment", "captcha", "onnx", "notebooks")  # options that the oldest stack has too
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+COMMAND = re.compile(r"(?:python -m|-m --) nbtools ((?:[^`\n\\#]|\\\n)+)")
+GUIDES = {"Handwritten": "hwdb", "Captchas": "captcha", "Sign": "sign", "Segmentation": "segment"}
+NUMBER = r"[−-]?[\d,]+(?:\.\d+)?"
 
 
 def lines(name: str) -> list[str]:
@@ -63,8 +75,112 @@ def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
     assert {f"nbtools/{path.name}/" for path in package} <= {*named}
 
 
-def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow():
+def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow_and_nothing_starts_cuda_before_training():
     slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision"}
-    code = f"import sys, nbtools; print(*({slow} & sys.modules.keys()))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert found.stdout.split() == []
+    code = f"""
+import sys, torch
+def started(*_): raise SystemExit("CUDA is started")
+torch.cuda._lazy_init = started
+import nbtools
+print(*({slow} & sys.modules.keys()))
+from nbtools.__main__ import parser
+from nbtools.tasks import captcha, hwdb, sign
+given = ["train", "sign", "--data", "x", "--run", "y", "--amp", "bf16"]
+parser(given).parse_args(given)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (found.returncode, found.stderr, found.stdout.split()) == (0, "", [])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_its_heading_and_every_public_name_that_a_page_calls_exists(page):
+    text = page.read_text()
+    for target in re.findall(r'\]\(([^)\s]+)\)|(?:src|srcset)="([^"]+)"', text):
+        path, _, anchor = "".join(target).partition("#")
+        if not re.match(r"https?:", path):
+            other = (page.parent / path) if path else page
+            assert other.exists(), path
+            headings = re.findall(r"^#+ (.+)$", other.read_text().lower(), re.M) if anchor else [""]
+            assert anchor in [re.sub(r"[^\w -]", "", each).replace(" ", "-") for each in headings], target  # GitHub's
+    if page.name != "CHANGELOG.md":  # which also names what is gone
+        assert [name for name in re.findall(r"\bnb\.(\w+)", text) if not hasattr(nb, name)] == []
+
+
+def figures() -> list[tuple[str, str, str, str]]:
+    """(page, figure, spread and n, receipt) of each row of a table that names one."""
+    found = []
+    for page in (ROOT / "README.md", ROOT / "docs" / "measured.md"):
+        for row in re.findall(r"^\| (.*results/\w+\.json\).*) \|$", page.read_text(), re.M):
+            _, figure, *rest = row.split(" | ")
+            found.append((page.name, figure, " ".join(rest), re.findall(r"results/(\w+\.json)", row)[0]))
+    return found
+
+
+def near(written: str, value: float) -> bool:
+    """Whether a number is the value, rounded to the digits that are written."""
+    text = written.replace(",", "").replace("−", "-")
+    return abs(float(text) - value) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])
+
+
+def test_every_figure_is_that_of_its_receipt():
+    assert {page for page, *_ in figures()} == {"README.md", "measured.md"}
+    for page, figure, rest, name in figures():
+        receipt = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+        known: list[dict[str, Any]] = [receipt["headline"], *receipt["figures"]]
+        value, *spread = re.findall(NUMBER, figure.partition("n = ")[0])
+        if page == "README.md":
+            count = int(figure.partition("n = ")[2].partition(")")[0])
+        else:
+            least, n, machine = rest.split(" ")[0], *re.findall(r" (\d+) (EPYC|Xeon) ", rest)[0]
+            assert machine in receipt["machine"]["device"]
+            spread, count = [] if least == "–" else re.findall(NUMBER, rest.partition(f" {n} {machine}")[0]), int(n)
+        same = [one for one in known if near(value, one["value"]) and one["n"] == count]
+        if spread:
+            same = [one for one in same if near(spread[0], one["least"]) and near(spread[1], one["most"])]
+        assert same, (page, figure, rest, name)
+        assert spread or count == 1, "a figure of several runs has its spread"
+
+
+def commands() -> list[str]:
+    """What follows `python -m nbtools`, each once; not where a part is left out (`…`) or where one is only named."""
+    texts = [found for page in PAGES if page.stem != "CHANGELOG" for found in COMMAND.findall(page.read_text())]
+    joined = dict.fromkeys(" ".join(text.replace("\\\n", " ").split()) for text in texts)
+    named = re.compile(r"…|\b(TASK|COMMAND)\b|--help|^(?!gpus|cache)\w+$")
+    return [text for text in joined if not named.search(text)]
+
+
+def options() -> list[tuple[str, str]]:
+    """(task, options) in the right column of each table of docs/guides.md."""
+    found = []
+    for part in (DOCS / "guides.md").read_text().split("\n## ")[1:]:
+        for line in re.findall(r"^\| `?.*? \| (.*) \|$", part, re.M):
+            found += [(GUIDES[part.split()[0].strip(",")], typed) for typed in re.findall(r"`(--[^`]+)`", line)]
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_documentation_parses(command):
+    words = shlex.split(command)
+    assert parser(words).parse_args(words).act
+
+
+def test_the_tables_of_the_five_guides_have_their_programs_and_options_that_parse():
+    text = (DOCS / "guides.md").read_text()
+    for program in (
+        *("preprocess_all_hwdb.py", "train_optimized.py", "main.py -m hctr", "check_gpu.py", "captcha_train.py"),
+        *("captcha_train_a100_optimized.py", "captcha_train_a100_ultra_optimized.py", "captcha_test.py"),
+        *("training/train.py", "preprocessing.validate_npz", "tools/train_amp.py", "ims_per_gpu"),
+    ):
+        assert f"| `{program}" in text or f"`python -m {program}" in text, program
+    assert len(options()) > 80
+    for task, typed in options():
+        words = ["train", task, "--data", "D", *shlex.split(typed)]
+        assert parser(words).parse_args(words).act, typed
+
+
+def test_every_entry_that_the_code_names_is_a_heading():
+    named = set()
+    for path in (ROOT / "nbtools").rglob("*.py"):
+        named |= set(re.findall(r'\bentry ?= ?"([^"]+)"', path.read_text()))
+    assert len(named) > 6
+    assert named <= {*re.findall(r"^## (.+)$", (DOCS / "troubleshooting.md").read_text(), re.M)}

@@ -1,4 +1,5 @@
-"""fit, Run and the receipt: what one call leaves behind."""
+"""fit, Run and the receipt: what one call leaves behind. What watches a run: called with each record
+that has values, they may stop it, or end it."""
 
 import dataclasses
 import json
@@ -15,18 +16,23 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, interrupted, same, texts
+from acting import QUIET, STEPS, acting, asking, interrupted, last_step, same, texts
 from safetensors.torch import load_file
 
 import nbtools as nb
 from nbtools import measure
 from nbtools.data import Card
-from nbtools.errors import CheckpointError, DiskError, PackError, PlanError, TrainError
+from nbtools.errors import CheckpointError, DiskError, MissingExtra, PackError, PlanError, TrainError
 from nbtools.train import checkpoint
 
 PLAN = toy.PLAN
 ONE = PLAN.replace(epochs=1)
 ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
+
+
+def refused(kind: type[Exception], words: str, act: Any, *given: Any, **more: Any) -> None:
+    with pytest.raises(kind, match=words):
+        act(*given, **more)
 
 
 def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(untouched):
@@ -50,8 +56,7 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_p
     assert untouched.predict(files, batch_size=7) == untouched.predict_pack(pack, range(20))
     assert untouched.predict(files[0]) == untouched.predict([files[0]])
     assert untouched.predict([]) == []
-    with pytest.raises(PackError, match=r"nothing\.npy: No such file"):
-        untouched.predict(tmp_path / "nothing.npy")
+    refused(PackError, r"nothing\.npy: No such file", untouched.predict, tmp_path / "nothing.npy")
 
 
 def test_the_verdict_at_the_end_may_change_what_a_run_in_progress_keeps(pack, tmp_path, monkeypatch):
@@ -78,10 +83,6 @@ def test_an_export_is_enough_to_use_the_model(untouched, pack, tmp_path, monkeyp
 
 
 def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_is_written(untouched, pack, tmp_path):
-    def refused(kind, words, act: Any = nb.fit, *given, **more):
-        with pytest.raises(kind, match=words):
-            act(*given, **more)
-
     fit = partial(nb.fit, toy, **QUIET)
     new = tmp_path / "run"
     refused(PlanError, r"plan must be a toy\.Plan .* got Plan; use toy\.PLAN", fit, pack, nb.Plan(), new)
@@ -167,3 +168,84 @@ def test_a_call_inside_of_no_grad_or_autocast_is_refused(pack, tmp_path):
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
         with pytest.raises(TrainError, match="inside autocast or no_grad; move it outside"), context:
             nb.fit(toy, pack, ONE.replace(amp="bf16"), tmp_path / "run", **QUIET)
+
+
+def test_callbacks_get_every_record_with_values_and_one_may_stop_the_run_after_the_step(pack, folder, untouched):
+    seen: list[tuple[str, int]] = []
+
+    def prune(record: nb.Record, run: nb.Run) -> Any:
+        seen.append((record.kind, record.step))
+        assert record.values.items() <= run.history.rows[-1].items(), "the history has it already"
+        return "stop" if record.step == 12 else None
+
+    run = nb.fit(toy, pack, PLAN, folder, callbacks=[lambda record, run: None, prune], **QUIET)
+    assert seen == [*(("step", step) for step in range(1, 10)), ("epoch", 9), *(("step", s) for s in range(10, 13))]
+    assert run.events == ["stopped by the callback prune after step 12; run it again to continue"]
+    assert (run.state, last_step(run.folder)) == ("stopped", 12)
+    assert same(nb.fit(toy, pack, PLAN, run.folder, **QUIET), untouched)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_callback_sees_the_best_model_so_far_and_its_changes_join_those_of_the_user(pack, folder):
+    seen = list[tuple[float, float]]()
+
+    def halve(record: nb.Record, run: nb.Run) -> None:
+        if record.kind == "epoch":
+            seen.append((nb.evaluate(run, pack, "val")["loss"], record.values["val_loss"]))
+            run.plan = run.plan.replace(lr=run.plan.lr / 2)
+
+    task = acting({STEPS: asking(folder, batch_size=8)})  # in the last step of an epoch
+    run = nb.fit(task, pack, PLAN.replace(epochs=2, early_stop=None), folder, callbacks=[halve], **QUIET)
+    assert [ours == pytest.approx(theirs) for ours, theirs in seen] == [True] * 2
+    assert (run.plan.batch_size, run.plan.lr) == (8, PLAN.lr / 4)
+
+
+def test_an_error_in_a_callback_is_the_users_own_and_loses_no_checkpoint(pack, folder, untouched):
+    def wrong(record: nb.Record, run: nb.Run) -> None:
+        if record.step == STEPS + 3:
+            raise ZeroDivisionError("a mistake")
+
+    with pytest.raises(ZeroDivisionError, match="a mistake") as caught:
+        nb.fit(toy, pack, PLAN, folder, callbacks=[wrong], **QUIET)
+    assert caught.traceback[-1].name == "wrong"
+    assert nb.Run.open(folder, toy).state == "failed"
+    assert last_step(folder) == STEPS
+    assert same(nb.fit(toy, pack, PLAN, folder, **QUIET), untouched)
+
+
+def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written(pack, folder, monkeypatch):
+    fit = partial(nb.fit, toy, pack, PLAN, folder, **QUIET)
+    refused(TrainError, r"callbacks must be a list of functions f\(record, run\), got 3", fit, callbacks=3)
+    refused(TrainError, r'log must be "tensorboard" or None, got \'wandb\'', fit, log="wandb")
+    refused(PlanError, r"Plan has no setting 'callback'; it has epochs", fit, callback=[print])
+    refused(
+        PlanError,
+        r"Plan has no setting 'callbacks'; it has epochs",
+        partial(nb.launch, *fit.args),
+        processes=2,
+        callbacks=[print],
+    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    refused(MissingExtra, r'log="tensorboard" needs tensorboard .*: pip install tensorboard$', fit, log="tensorboard")
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a_way_back(pack, folder):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def scalars(tag: str) -> list[tuple[int, float]]:
+        return [(each.step, each.value) for each in reader.EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+    with pytest.raises(ZeroDivisionError):
+        nb.fit(acting({STEPS + 3: lambda: 1 / 0}), pack, PLAN, folder, log="tensorboard", **QUIET)
+    assert scalars("step/loss")[-1][0] > last_step(folder), "rows that the next start repeats"
+    ruins = acting({4: asking(folder, force=True, lr=1000.0)})
+    run = nb.fit(ruins, pack, PLAN, folder, log="tensorboard", **QUIET)
+    assert "Training diverged after lr 0.01 → 1000" in " ".join(run.events)
+    for kind in ("step", "epoch"):
+        for name in ("lr", "loss" if kind == "step" else "val_loss"):
+            rows = [(row["step"], pytest.approx(row[name])) for row in run.history.of(kind)]
+            assert scalars(f"{kind}/{name}") == rows
+    nb.fit(toy, pack, PLAN.replace(epochs=1), folder, log="tensorboard", fresh=True, **QUIET)
+    assert len(scalars("step/loss")) == STEPS

@@ -1,22 +1,45 @@
-"""Where a run is right and wrong: scores by class against values by hand, the worst samples, answers to a folder."""
+"""What a run gives: where it is right and wrong, against values by hand; answers to a folder; and an ONNX file, whose
+answers are torch's. And runs next to each other: what differs, and which is best where chance does not explain it."""
 
+import json
+import re
+import shutil
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import browser
 import numpy as np
+import onnxruntime
 import own
 import pandas as pd
 import pytest
 import torch
 import toy
+from acting import QUIET
+from cases import CASES
 from PIL import Image
-from test_export import a_run
 from torch import nn
 
 import nbtools as nb
-from nbtools.errors import PackError, TrainError
-from nbtools.tasks import captcha, segment
+from nbtools.__main__ import main
+from nbtools.data import collate
+from nbtools.errors import CheckpointError, PackError, TrainError
+from nbtools.folder import begin, identity
+from nbtools.run import Run
+from nbtools.tasks import captcha, segment, sign
+from nbtools.train import History, Record, checkpoint
+
+
+def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
+    """A run that has not trained: with the weights that it starts with, but for batch norms, which have seen data."""
+    state = nb.TrainState(task, pack, plan)
+    raw = collate([pack.sample(int(i)) for i in pack.ids("train")[:8]], pack.columns)
+    with torch.no_grad():
+        state.model.train()(state.task.batch(raw, plan, None))
+    begin(folder, pack, state, None, state.plan, None, identity(state.task, pack.card, state.model, plan))
+    return Run.open(folder, task)
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +162,187 @@ def test_a_folder_is_answered_by_name_also_below_folders_and_what_is_no_sample_i
     with torch.no_grad():
         x = torch.from_numpy(np.stack([np.load(folder / name) for name in table.index]))
         torch.testing.assert_close(torch.tensor(table.to_numpy()), run.model("cpu")({"x": x}).softmax(1).double())
+
+
+class Named(own.Mean):
+    def forward(self, x, x_length):
+        return {"hidden": x, "out": super().forward(x, x_length)}
+
+
+MADE: dict[str, Any] = {name: (case.task, case.plan) for name, case in CASES.items() if not case.large}
+MADE["sign gru"] = sign, CASES["sign gru"].plan.replace(normalise="none")
+MADE["sign transformer"] = sign, CASES["sign transformer"].plan.replace(normalise="none")
+MADE["own"] = nb.classify(Named(3, 2)), own.PLAN
+QUICK = "captcha small", "hwdb slim", "sign gru", "own"  # the others are exported the same way
+
+
+@pytest.mark.parametrize("network", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in MADE])
+def test_a_file_gives_the_answers_of_the_run_for_any_batch_and_has_its_card_beside_it(network, tmp_path, capsys):
+    """Of any length too, as its last samples have."""
+    task, plan = MADE[network]
+    pack = own.packed("sequences", tmp_path) if network == "own" else CASES[network].pack(tmp_path / "made", 24)
+    run = a_run(task, pack, plan, tmp_path / "run")
+    path = run.export(tmp_path / "model.onnx")
+    session: Any = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert "on 8 samples its outputs in onnxruntime" in capsys.readouterr().err
+    ids = run.readable(pack).ids("train")[-4:]  # none of those that were compared, nor as many
+    bound = nb.TrainState(task, pack, plan).task
+    batch = bound.batch(collate([pack.sample(i) for i in ids], pack.columns), run.plan, None)
+    with torch.no_grad():
+        expected = run.model("cpu")(batch)
+    expected = [expected["out"]] if isinstance(expected, dict) else expected
+    expected = expected if isinstance(expected, tuple | list) else [expected]
+    theirs = session.run(None, {one.name: batch[one.name].numpy() for one in session.get_inputs()})
+    for ours, given in zip([one for one in expected if isinstance(one, torch.Tensor)], theirs, strict=True):
+        np.testing.assert_allclose(given, ours.numpy(), atol=1e-4)
+    about = json.loads((tmp_path / "model.json").read_text())
+    assert about["card"]["classes"] == pack.classes
+    assert about["plan"]["lr"] == plan.lr
+    named = {one.name for one in (*session.get_inputs(), *session.get_outputs())}
+    assert named <= {**about["inputs"], **about["outputs"]}.keys()
+
+
+class Restless(toy.Linear):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(batch) + torch.rand(4)
+
+
+def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):
+    task = toy.with_(model=lambda card, plan: Restless(8, 4))
+    run = a_run(task, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
+    words = r"cannot export Restless as ONNX: on 8 samples its outputs differ from torch's by .*, above 0\.0001"
+    with pytest.raises(TrainError, match=words):
+        run.export(tmp_path / "model.onnx")
+    assert not list(tmp_path.glob("model*"))
+
+
+def test_the_samples_are_the_runs_own_while_its_pack_is_there_else_those_of_a_pack_that_is_named(tmp_path, capsys):
+    pack = toy.make_pack(tmp_path / "data", 60)
+    run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
+    moved = pack.folder.rename(tmp_path / "moved")
+    words = ["export", str(run.folder), str(tmp_path / "toy.onnx")]
+    assert main(words) == 1
+    assert str(pack.folder) in capsys.readouterr().err
+    assert main([*words, "--pack", str(moved)]) == 0
+    assert main(["export", str(run.folder), str(tmp_path / "toy")]) == 0  # safetensors, which need no sample
+    assert capsys.readouterr().out.endswith("toy.safetensors\n")
+
+
+EVIL = '<img src=x onerror="alert(1)">'
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two short runs that differ in batch size and epochs."""
+    folder = tmp_path_factory.mktemp("compare")
+    pack, plan = toy.make_pack(folder), toy.PLAN.replace(lr=1e-3)
+    slow = nb.fit(toy, pack, plan, folder / "runs" / "slow", **QUIET)
+    return slow, nb.fit(toy, pack, plan.replace(batch_size=32, epochs=2), folder / "runs" / EVIL, **QUIET)
+
+
+def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook_shows_it_escaped(runs):
+    compared, slow = nb.compare(*runs), runs[0]
+    frame, name = compared.frame, str(slow.folder)
+    assert list(frame.index) == [str(run.folder) for run in runs]
+    assert tuple(frame.loc[name, ["best_accuracy", "best_epoch"]]) == (slow.best["val_accuracy"], slow.best["epoch"])
+    assert list(frame["epochs"]) == list(frame["plan.epochs"]) == [3, 2]
+    assert (list(frame["plan.batch_size"]), "plan.lr" in frame.columns) == ([16, 32], False)  # the same in both
+    assert frame.loc[name, "samples_per_s"] == pytest.approx(402 / slow.history.of("epoch")[-1]["wall"])  # 3 epochs
+    page = compared._repr_html_()
+    assert ("<img" in page, "&lt;img src=x onerror=" in page) == (False, True)
+    assert compared.conclusion in str(compared)
+    assert not re.search(r"\d\.\d{7}", str(compared)), "three digits"
+    for title in ("validation loss", "accuracy", "learning rate"):
+        assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
+
+
+@pytest.mark.browser
+def test_its_charts_answer_the_pointer_with_the_values_of_every_run(runs, chromium):
+    with browser.chromium(chromium) as window:
+        page = window.new_page()
+        page.set_content(nb.compare(*runs)._repr_html_())
+        page.locator(".nbt-plot").first.hover()
+        under = page.locator(".nbt-at").first.inner_text()
+    assert re.match(r"step \d+\n", under)
+    assert all(re.search(rf"{re.escape(str(run.folder))} [\d.]+", under) for run in runs), under
+
+
+def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
+    """Copies of a run with one evaluation of this accuracy and loss each."""
+    for k, (accuracy, loss) in enumerate(values):
+        copy = shutil.copytree(run.folder, folder / f"run-{k}")
+        checkpoint.mark(copy, id=copy.name, best="0001-00000010")  # a run of its own
+        (copy / "history.csv").unlink()
+        row = {"epoch_time": 14.0, "wall": 15.5, "val_accuracy": accuracy, "val_loss": loss}
+        history = History(copy / "history.csv")
+        history.append(Record("epoch", 0, 10, 100, row))
+        history.append(Record("step", 1, 15, 150, {"loss": loss, "wall": 30.0}))
+    return [folder / f"run-{k}" for k in range(len(values))]
+
+
+def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_path):
+    apart = nb.compare(*reached(tmp_path / "apart", runs[0], (0.03, 1.0), (0.9, 0.03)))
+    assert "run-1 is the best: accuracy 0.900, 0.870 above " in apart.conclusion
+    assert apart._repr_html_().count('data-log=""') == 1, "of the loss"
+    close = nb.compare(*reached(tmp_path / "close", runs[0], (0.9, 1.0), (0.91, 0.2)))
+    assert "run-0 0.900; on 48 validation samples, chance alone can explain such" in close.conclusion
+
+
+def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated(runs, tmp_path):
+    plan = toy.PLAN.replace(epochs=1)
+    other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
+    assert "have different tasks, or were validated on different data" in nb.compare(runs[0], other).conclusion
+    checkpoint.mark(copy := shutil.copytree(runs[0].folder, tmp_path / "empty"), best=None)
+    compared = nb.compare(runs[0], copy)
+    assert compared.conclusion == "No best run: fewer than two have been evaluated."
+
+
+def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, capsys):
+    with pytest.raises(TrainError, match="at least one run, got none; give it"):
+        nb.compare(tmp_path)
+    for act in (nb.compare, nb.runs, lambda folder: nb.watch(folder, wait=0.1)):
+        with pytest.raises(CheckpointError, match="no such folder"):
+            act(tmp_path / "nowhere")
+    every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
+    assert len(nb.compare(tmp_path / "runs").runs) == 9
+    assert nb.compare(every[:2]).runs.keys() == nb.compare((*every[:2],)).runs.keys() == {*map(str, every[:2])}
+    (every[0] / "card.json").unlink()
+    (every[8] / "plan.json").write_text('{"lr": -1}')
+    (every[1] / "plan.json").write_text('{"lr": 1, "gone": 2}')
+    checkpoint.mark(every[2], task="own:Small")  # a network by now
+    frame, said = nb.runs(tmp_path), capsys.readouterr().err
+    assert sorted(frame.index) == [f"runs/run-{k}" for k in range(1, 8)]
+    for words in (r"run-0/card\.json is missing; copy the whole run", r"run-8: .*lr must be greater than 0, got -1"):
+        assert re.search(f"left out: .*{words}", said)
+    assert "nowhere holds no run yet; waiting up to 0.1 s for one …" in said
+    row = frame.loc["runs/run-1", ["best_accuracy", "epochs", "minutes", "samples_per_s"]]
+    assert [*row] == [0.5, 1, 0.5, 5], "minutes also of an epoch that has not ended"
+    assert not any(frame.changed.dt.microsecond)
+
+
+def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_network_is_needed(tmp_path):
+    pack = own.packed("images", tmp_path)
+    for seed in range(2):
+        nb.fit(nb.classify(own.Small), pack, own.PLAN.replace(seed=seed), tmp_path / "runs" / str(seed), **QUIET)
+    assert list(nb.runs(tmp_path / "runs")["state"]) == ["done", "done"]
+    compared = nb.compare(tmp_path / "runs")
+    assert "accuracy" in compared.conclusion
+    assert list(compared.frame["plan.seed"]) == [0, 1]
+    opened = nb.Run.open(tmp_path / "runs" / "0")
+    for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
+        with pytest.raises(CheckpointError, match=r"has no name to import it by; pass the same one as task="):
+            need()
+    with pytest.raises(CheckpointError, match=r"makes another network .*; open .*: nb\.Run\.open\(folder, task\)"):
+        nb.Run.open(opened.folder, nb.classify(lambda: own.Small(4))).model()
+    again = nb.Run.open(opened.folder, nb.classify(own.Small))
+    assert nb.evaluate(again, pack, "val")["accuracy"] == pytest.approx(opened.best["val_accuracy"])
+
+
+def test_samples_can_be_chosen_in_the_call_and_what_is_none_is_refused(pack, tmp_path, monkeypatch):
+    plan, shown = toy.PLAN.replace(epochs=1), []
+    monkeypatch.setattr("nbtools.live.draw.png", lambda _, facts, samples: shown.append(samples) or b"\x89PNG")
+    nb.fit(toy, pack, plan, tmp_path / "run", receipt=False, samples=(7, 3))
+    assert [each.truth for each in shown[-1]] == ["abcd"[int(pack.sample(i)["label"][0])] for i in (7, 3)]
+    with pytest.raises(TrainError, match="samples must be a list of ids of the pack"):
+        nb.fit(toy, pack, plan, tmp_path / "other", samples=[3, len(pack)], **QUIET)
+    assert not (tmp_path / "other").exists(), "refused before anything is written"

@@ -1,7 +1,10 @@
-"""The terminal does what the notebook does: options for settings, help, JSON, exit codes, mistakes answered."""
+"""The terminal does what the notebook does: options for settings, help, JSON, exit codes, mistakes answered. A run
+in lines of text, also in a saved notebook; and how tables and values are written."""
 
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import tomllib
@@ -10,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import toy
-from acting import acting
+from acting import QUIET, acting, asking
 
 import nbtools as nb
+from nbtools import show
 from nbtools.__main__ import COMMANDS, HOOKS, main
+from nbtools.data import progress
 from nbtools.tasks import sign
 
 pytestmark = pytest.mark.usefixtures("one_cache")
@@ -148,3 +153,72 @@ def test_the_smoke_test_needs_no_data_and_takes_settings(capsys):
     assert "an epoch on demo data was trained, saved and loaded: {'loss': " in capsys.readouterr().out
     assert main(["train", "toy", "--smoke-test", "--hidden", "0"]) == 1
     assert "hidden must be at least 1" in capsys.readouterr().err
+
+
+LOGGED = {"train": "train_loss", "val": "val_loss", "acc": "val_accuracy"}
+PLAN = toy.PLAN.replace(epochs=3, warmup_epochs=1.0, min_lr=1e-6, weight_decay=0.01)
+
+
+def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_path, capsys):
+    run = nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
+    text = capsys.readouterr()
+    assert text.out == "", "which is for results"
+    said = [line for line in text.err.splitlines() if line.strip() and "%|" not in line]  # without the bar
+    count, last = pack.splits["train"], run.history.of("epoch")[-1]
+    each = last["step"] // 3
+    start = f"{count} samples · {each} steps per epoch · {3 * each} steps in 3 epochs · {each} steps of warmup"
+    settings = ": batch 16, lr 0.01 (cosine), adamw, float32, resident feed"
+    for part in (start, settings, f"nb.watch({str(run.folder)!r})"):
+        assert part in said[0]
+    epochs = [line for line in said if line.startswith("epoch ")]
+    losses = "  ".join(f"{name} {show.number(last[key])}" for name, key in LOGGED.items())
+    assert len(epochs) == 3
+    assert re.match(rf"epoch 3 of 3  {re.escape(losses)}  lr \S+  \S+ samples/s$", epochs[-1])
+
+
+def test_an_estimate_of_the_time_left_that_is_exceeded_grows():
+    with progress.work("measuring"):
+        progress.phase("turns", seconds=-1.0)
+        assert progress.ongoing[0][0].total > progress.ongoing[0][0].n
+
+
+def test_each_part_of_the_receipt_is_named_as_it_begins(pack, tmp_path, monkeypatch):
+    names = []
+    monkeypatch.setattr(progress.tqdm, "set_postfix_str", lambda bar, name, refresh: names.append(name))
+    run = nb.fit(toy, pack, PLAN.replace(amp="bf16"), tmp_path / "run", progress=False, receipt=True)
+    assert run.receipt is not None
+    assert {*names} >= {*(rung.name for rung in run.receipt.rungs[1:]), "what limits it"}
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_resumed_run_says_where_and_a_quiet_one_nothing(pack, tmp_path, capsys):
+    nb.fit(acting({12: asking(tmp_path / "run", "stop")}), pack, PLAN, tmp_path / "run", receipt=False)
+    capsys.readouterr()
+    nb.fit(toy, pack, PLAN, tmp_path / "run", receipt=False)
+    assert "; from step 12, in epoch 2 of 3; " in capsys.readouterr().err
+    nb.fit(toy, pack, PLAN, tmp_path / "quiet", **QUIET)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_cell_header_or_caption_becomes_markup_or_steers_the_terminal():
+    page = show.html(["<b>"], [["<img src=x onerror=alert(1)>"], ['"&'], [", 9 s" * 40]], caption="</table><script>")
+    assert not [tag for tag in ("<img", "<b>", "<script", "</table><") if tag in page]
+    assert "&lt;img src=x onerror=alert(1)&gt;" in page
+    assert ", 9\xa0s" * 40 in page, "pandas would cut a long text; a unit stays with its number"
+    assert "\x1b" not in show.text(["file"], [["\x1b[2Jgone\n"]])
+
+
+def test_terminal_columns_line_up_with_wide_characters_and_what_holds_nothing_is_left_out():
+    rows = [("漢字", "1.5 GB", None, 7), ("0001.png", "12 GB", "", 12.5), ("x", "9 GB", None, None)]
+    said = "name      size    n|漢字      1.5 GB  7|0001.png  12 GB   12.5|x         9 GB    –"
+    assert show.text(["name", "size", "note", "n"], rows).replace("\n", "|") == said
+    assert show.text(["a"], []) == ""
+
+
+SHOWN = {0.002 * 2**0.5: "0.00283", 3e-4: "0.0003", 123456.789: "123457", 1e-6: "1e-6", None: "none", True: "yes"}
+MEASURED = {480.8672: "481", 0.00494975: "0.00495", 0.99954: "0.9995", 9.996: "10.0", 2e-7: "2.00e-7", math.inf: "inf"}
+
+
+def test_values_read_as_they_were_typed_and_measured_ones_have_three_digits_but_no_share_below_one_shows_as_one():
+    assert {value: show.shown(value) for value in SHOWN} == SHOWN
+    assert {value: show.number(value) for value in MEASURED} == MEASURED

@@ -1,9 +1,17 @@
-"""While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages."""
+"""While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages. And a run
+under its live view in these kernels, and what it leaves there when it is over."""
 
+import re
+from html import escape
 from types import SimpleNamespace
+from typing import Any
 
+import browser
 import pytest
 from kernels import IPYKERNEL_6, LIMIT, STACKS, Client, over, parent, started
+
+from nbtools.live import view
+from nbtools.live.panel import VIEW
 
 EVENTS = 10
 TRAIN = """
@@ -130,3 +138,113 @@ def test_events_that_come_over_a_subshell_are_handled_too(kernel):
     assert "end [1, 2, 3, 4, 5, 6] None" in kernel.text(cell)
     assert [kernel.states(event) for event in events] == [["busy", "idle"]] * 7
     assert kernel.run("print(form.value)") == "2\n"
+
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+SETUP = """
+import ipywidgets, nbtools as nb, toy
+ipywidgets.Widget.close_all()
+from pathlib import Path
+from PIL import Image
+from nbtools.live import draw
+Image.new("L", (2, 2)).save("tiny.png")
+draw.png = lambda *_: Path("tiny.png").read_bytes()  # drawing takes longer than all that is shown here
+pack = toy.make_pack(Path("toy"))
+plan = toy.PLAN.replace(epochs=1)
+"""
+
+
+VIEWED = ["colab", pytest.param("newest", marks=pytest.mark.full)]
+viewed = pytest.mark.parametrize("kernel", VIEWED, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def session(kernel):
+    kernel.run(SETUP)
+    return kernel
+
+
+@viewed
+def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_traceback(session):
+    request = session.client.execute('nb.fit(toy, pack, plan.replace(lr=1e30), "ruined", receipt=False)')
+    session.end(request)
+    [error] = session.own("error", request)
+    assert error["ename"] == "Diverged"
+    (line,) = error["traceback"]
+    assert line.startswith("Diverged: Training diverged at lr 1e30: ")
+    assert "1 epochs" in session.run('print(len(nb.fit(toy, pack, plan, "ruined", receipt=False).summary()), "epochs")')
+
+
+@pytest.mark.browser
+@viewed
+def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_network(session, chromium):
+    """As in VS Code and Colab: in a frame of an origin of its own, by a policy of inline scripts and data alone."""
+    request = session.client.execute('run = nb.fit(toy, pack, plan, "stays", receipt=False)')
+    session.end(request)
+    views = [each["data"][VIEW]["model_id"] for each in session.own("display_data", request) if VIEW in each["data"]]
+    comms = session.run("print(*get_ipython().kernel.comm_manager.comms)").split()
+    assert (len(views), {*views} <= {*comms}, len(comms) < 30) == (1, True, True), "of three runs with their own panels"
+    page = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    for message in session.said:
+        if parent(message) == request and message["msg_type"] in ("display_data", "update_display_data"):
+            data = message["content"]["data"]
+            if "image/png" in data:
+                page += f'<div><img src="data:image/png;base64,{data["image/png"]}"></div>'
+            page += f"<div>{data.get('text/html', '')}</div>"
+    errors, requests = [], []
+    with browser.chromium(chromium) as window:
+        for sandbox in (None, "allow-scripts", ""):
+            framed = f'<iframe sandbox="{sandbox}" srcdoc="{escape(page)}" width="900" height="700"></iframe>'
+            tab = window.new_page()
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.on("request", lambda request: requests.append(request.url))
+            tab.set_content(page if sandbox is None else framed)
+            inside: Any = tab if sandbox is None else tab.frame_locator("iframe")
+            picture, charts, plots = map(inside.locator, ("img", "svg", ".nbt-plot"))
+            if sandbox == "":
+                picture.first.wait_for()
+                assert charts.count() == 0
+            else:
+                charts.first.wait_for()
+                assert charts.count() >= 4
+                plots.first.evaluate("plot => plot.dataset.low = plot.dataset.high = 0.9996")
+                plots.first.hover()
+                assert inside.locator(".nbt-at b").first.inner_text() == "0.9996", "a share just below 1 is not 1"
+    assert errors == []
+    assert [url for url in requests if not url.startswith(("data:", "about:"))] == []
+
+
+CELL = """
+import gc, torch
+def train(run, hidden, *callbacks):
+    nb.fit(toy, pack, plan.replace(hidden=hidden), run, receipt=False, callbacks=callbacks)
+def used():
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    print("used", sum({t.data_ptr(): t.nbytes for t in tensors}.values()) // 2**20, "MB")
+train("first", 16)
+used()
+"""
+
+
+@pytest.mark.full
+@viewed
+def test_a_cell_that_fails_amid_training_leaves_no_memory_behind_and_the_next_one_trains(session):
+    used, errors = [session.run(CELL)], []
+    for fails in (", lambda *_: 1 / 0", ""):
+        cell = session.client.execute(f'train("large", 400_000{fails})')  # 22 MB of weights
+        session.end(cell)
+        errors += [session.errors(cell)]
+        used += [session.run("used()")]
+    before, *after = (int(re.findall(r"used (\d+) MB", text)[0]) for text in used)
+    assert after == pytest.approx([before] * 2, abs=1)
+    assert errors == [["ZeroDivisionError"], []]
+
+
+@pytest.mark.browser
+def test_on_colab_too_the_picture_of_a_run_in_progress_hides_behind_the_live_view(chromium):
+    parts = ('<p class="nbtools-live">live</p>', view.STILL, '<img alt="the picture">')
+    page = "".join(f'<div class="display_data">{part}</div>' for part in parts)
+    with browser.chromium(chromium) as window:
+        (tab := window.new_page()).set_content(f'<div id="output-body">{page}</div>')
+        assert [each.is_visible() for each in tab.locator(".display_data").all()] == [True, False, False]

@@ -1,18 +1,20 @@
-"""Requests to a run while it trains, here through control.json; buttons, fields, Ctrl-C and SIGTERM post the same."""
+"""Requests to a run while it trains, here through control.json; buttons, fields, Ctrl-C and SIGTERM post the same, and
+a kernel that is shut down. What was trained is kept."""
 
 import os
 import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import pytest
 import toy
 from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, same, texts
-from kernels import LIMIT, until
+from archives import forked
+from kernels import LIMIT, parent, started, until
 
 import nbtools as nb
 from nbtools import __main__ as terminal
@@ -156,27 +158,21 @@ def test_a_request_is_never_of_an_older_run(pack, folder, tmp_path):
     assert not (tmp_path / "kept" / CONTROL).exists()
 
 
-SCRIPT = """
-import sys, time; sys.path.insert(0, sys.argv[1])
-import toy, torch, nbtools as nb
-torch.set_num_threads(1)
-from pathlib import Path
-pack = toy.make_pack(Path(sys.argv[2]))
-batch = toy.batch
-toy.batch = lambda *given: time.sleep(0.005) or batch(*given)  # a step that waits, as for a GPU
-nb.fit(toy, pack, toy.PLAN.replace(epochs=100000, eval_every=1000), sys.argv[3], receipt=False, progress=False)
-"""
+def train(pack: nb.Pack, folder: Path) -> None:
+    """In steps that wait, as for a GPU."""
+    task = toy.with_(batch=lambda *given: time.sleep(0.005) or toy.batch(*given))
+    nb.fit(task, pack, PLAN.replace(epochs=100000, eval_every=1000), folder, **QUIET)
 
 
 @pytest.fixture
-def elsewhere(folder, tmp_path):
+def elsewhere(pack, folder):
     """The folder of a run that another process trains."""
-    command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1]), str(tmp_path), str(folder)]
-    process = subprocess.Popen(command)
+    process = forked(train, pack, folder)
     try:
         until((folder / "run.json").exists, "the start of the run")
         yield folder
-        assert process.wait(LIMIT) == 0
+        process.join(LIMIT)
+        assert process.exitcode == 0
     finally:
         process.kill()
 
@@ -229,3 +225,66 @@ def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_do
     run = nb.fit(toy, pack, None, nb.Run.open(folder, toy), **QUIET)
     assert len(run.history.of("epoch")) == len(run.summary()) == 3
     assert (last_step(folder), "3 of 3 epochs" in repr(run), run.plan.epochs) == (3 * STEPS, True, 1)
+
+
+TRAIN = """
+import time, nbtools as nb, toy
+from pathlib import Path
+pack = toy.make_pack(Path("toy"))
+def batch(raw, plan, draws):
+    if draws is not None:
+        with open("steps", "a") as file:
+            file.write("step\\n")
+        while Path("steps").stat().st_size >= 25 and not Path("go").exists():
+            time.sleep(0.01)
+    return toy.batch(raw, plan, draws)
+held = toy.with_(batch=batch)
+print("ready", flush=True)
+run = nb.fit(held, pack, toy.PLAN.replace(epochs=4, feed='workers', workers=1), "run", receipt=False)
+"""
+"""A cell whose fifth step lasts until a file `go` is there; every step is noted in a file `steps`."""
+
+
+@pytest.mark.parametrize("stack", ["colab", pytest.param("newest", marks=pytest.mark.full)])
+def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path, untouched):
+    """By what jupyter_client's shutdown_kernel sends, SIGKILL aside: the step under way outlasts all of it."""
+    steps = tmp_path / "steps"
+    steps.touch()
+    with started(stack, tmp_path) as kernel:
+        cell = kernel.client.execute(TRAIN)
+        kernel.printed("ready")
+        until(lambda: steps.read_text().count("step\n") == 5, "the fifth step")
+        kernel.manager.interrupt_kernel()
+        kernel.client.shutdown()
+        kernel.client.get_control_msg(timeout=LIMIT)
+        kernel.manager.signal_kernel(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        provisioner: Any = kernel.manager.provisioner
+        assert provisioner.process.wait(LIMIT) in (0, -signal.SIGTERM)
+        with suppress(Empty):
+            while True:
+                kernel.said.append(kernel.client.get_iopub_msg(timeout=1))
+    assert last_step(tmp_path / "run") == steps.read_text().count("step\n") == 5
+    shown = [m["content"].get("data", {}).get("text/plain", "") for m in kernel.said if parent(m) == cell]
+    assert "after step 5; run it again to continue" in "".join(shown)
+    assert [m["content"]["ename"] for m in kernel.said if m["msg_type"] == "error"] == []
+    assert "nbtools" not in (tmp_path / "stderr").read_text()  # ipykernel 7 has complaints of its own
+    run = nb.fit(toy, nb.Pack.open(tmp_path / "toy" / "pack"), PLAN, tmp_path / "run", **QUIET)
+    assert same(run, untouched)
+    assert len(run.history.of("epoch")) == PLAN.epochs
+
+
+def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(pack, tmp_path, untouched, request):
+    saved: list[bool] = []  # at each SIGTERM that comes through to whoever handles it in this process
+
+    def handle(number, frame):
+        saved.append(last_step(tmp_path / "run") > 0)
+
+    request.addfinalizer(partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, handle)))
+    task = acting({5: partial(os.kill, os.getpid(), signal.SIGTERM)})
+    run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
+    assert run.events[-1] == "stopped by SIGTERM after step 5; run it again to continue"
+    assert last_step(tmp_path / "run") == last_step(nb.Run.open(tmp_path / "kept", task).folder) == 5
+    assert saved == [True]
+    assert same(nb.fit(toy, pack, PLAN, tmp_path / "run", **QUIET), untouched)
+    assert saved == [True]

@@ -35,10 +35,8 @@ def test_training_goes_to_the_device_that_the_environment_names(pack, monkeypatc
 
 def test_bf16_that_a_gpu_only_emulates_is_said_from_the_start_and_when_chosen_live(pack, monkeypatch):
     monkeypatch.setattr(sys.modules["nbtools.train.device"], "reduced_precision", lambda device: "fp16")  # as on a T4
-    state, said = (
-        nb.TrainState(toy, pack, toy.PLAN.replace(amp="bf16")),
-        "this GPU only emulates bfloat16, which is slow",
-    )
+    state = nb.TrainState(toy, pack, toy.PLAN.replace(amp="bf16"))
+    said = "this GPU only emulates bfloat16, which is slow"
     for amp in ("bf16", "off", "bf16", "off"):  # the first two as on a resume, which takes over the saved plan first
         assert [each.startswith(said) for each in state.events] == [True] * (state.applied.amp == "bf16")
         adopt(state, state.plan.replace(amp=amp))

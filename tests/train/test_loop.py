@@ -1,16 +1,20 @@
-"""The loop: one generator, exact sums, and the field's own results."""
+"""The loop: one generator, exact sums, and the field's own results. Memory may end at any allocation of a step: it is
+done once, in smaller parts, and training goes on."""
 
 import copy
 import sys
+import traceback
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import toy
-from acting import acting
+from acting import QUIET, acting
 from torch import nn
 from torch.nn.utils import parameters_to_vector as vector
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nbtools as nb
 from nbtools.errors import TrainError
@@ -255,3 +259,84 @@ def test_a_setting_that_cannot_change_is_refused_by_name_and_changes_nothing(pac
     with pytest.raises(TrainError, match=f"Plan.{next(iter(knobs))} cannot change in a started run"):
         next(steps)
     assert state.plan == toy.PLAN
+
+
+ENDS = (
+    (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
+    (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+)
+"""What a full GPU raises: torch's allocator, cuBLAS and cuDNN, each of the last two a plain RuntimeError."""
+
+
+class Full(TorchDispatchMode):
+    """Memory that ends once, at the n-th operation of training's forward and backward passes that allocates: one that
+    returns a tensor which is none of its arguments. What follows them allocates less than they free."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        makes = any(value.alias_info is None and "Tensor" in str(value.type) for value in func._schema.returns)
+        makes &= any(frame.name == "gradients" for frame in traceback.extract_stack(limit=60))
+        self.count += makes
+        if makes and self.count == self.at:
+            kind, said = ENDS[self.at % len(ENDS)]
+            raise kind(said)
+        return func(*args, **(kwargs or {}))
+
+
+def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, torch.Tensor]]:
+    """Whether memory ended amid an epoch with its evaluation, and what it left behind."""
+    state = TrainState(toy.with_(model=toy.linear), pack, toy.PLAN.replace(epochs=1, ema=0.9), "cpu")
+    with Full(allocations) as full:
+        list(train(state.task, state, pack))
+    return full.count >= allocations, {name: value.clone() for name, value in state.tensors().items()}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """42 samples to train on, so that an epoch ends with a smaller batch."""
+    return toy.make_pack(tmp_path_factory.mktemp("few"), count=60)
+
+
+def test_memory_may_end_at_any_allocation_and_training_goes_on_as_if_it_had_not(few):
+    _, expected = with_memory_for(10**9, few)
+    at, ended = 1, True
+    while ended:
+        ended, found = with_memory_for(at, few)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)
+        at += 13
+    assert at > 50
+
+
+def ended(pack: nb.Pack, times: int, **names: Any) -> tuple[list[str], torch.Tensor]:
+    """What was said, and the weights, after three epochs of 16, 16 and 10; memory ends so often on the sixth batch."""
+
+    def loss(model, batch, plan):
+        seen.append(1 < len(batch["x"]) <= 10 and isinstance(model, nn.Module) and model.training)
+        if seen[-1] and 1 < sum(seen) <= 1 + times:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return toy.loss(model, batch, plan)
+
+    seen: list[bool] = []
+    state = TrainState(toy.with_(loss=loss, **names), pack, toy.PLAN.replace(dropout=0.0), "cpu")
+    told = [row.values["what"] for row in train(state.task, state, pack) if row.kind == "event"]
+    return told, vector(state.model.parameters())
+
+
+def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights_are_the_same(few):
+    told, weights = ended(few, 2, model=toy.linear)
+    halved = ("10 → 5", "5 → 2")
+    assert told == [f"out of memory: micro batch {sizes}; effective batch and lr unchanged" for sizes in halved]
+    assert torch.allclose(weights, ended(few, 0, model=toy.linear)[1], 0, 1e-5)
+
+
+def test_where_memory_never_suffices_for_two_samples_or_the_network_it_is_said_with_what_to_do(few, tmp_path):
+    with pytest.raises(TrainError, match="out of memory with two samples at a time, and BatchNorm needs two"):
+        ended(few, 10**6)
+    model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    with pytest.raises(TrainError, match="out of memory before the first step"):
+        nb.fit(toy.with_(model=model, PLAN=toy.PLAN), few, toy.PLAN, tmp_path / "run", **QUIET)

@@ -176,9 +176,6 @@ def test_pauses_are_not_in_the_wall_and_a_resumed_run_adds_to_it(large, simulate
     assert last.values["wall"] == pytest.approx(0.002 * steps, rel=0.1)
 
 
-READS = {"rows", "lost", "epoch", "read"}  # of a log row, of the weights, the epoch's loss, and the scores
-
-
 class Waits(TorchDispatchMode):
     """`meta` is the device, the CPU the host: what would wait for a GPU is noted with the function of nbtools that does
     it, and gets numbers; torch refuses what has a shape by its values."""
@@ -227,4 +224,5 @@ def test_the_loop_waits_for_the_device_at_its_own_reads_only(pack, monkeypatch):
         kinds = {row.kind for row in nb.train(task, state, pack, feed) if row.values}
     assert kinds == {"step", "epoch"}
     assert "rows" in waits.places
-    assert set(waits.places) <= READS, waits.places
+    own = {"rows", "lost", "epoch", "read"}  # of a log row, of the weights, the epoch's loss, and the scores
+    assert {*waits.places} <= own, waits.places
