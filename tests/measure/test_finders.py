@@ -42,20 +42,20 @@ LEARNED = [pytest.param(name, SEEDS, marks=FULL) for name in PROBLEMS]
 
 @pytest.mark.parametrize(("name", "seeds"), [pytest.param("bags", SEEDS[:1], marks=pytest.mark.alone), *LEARNED])
 def test_the_advised_plan_and_fit_without_a_plan_learn_as_well_as_the_best_of_the_grid(name, seeds, tmp_path):
-    """The mean over the seeds, at the advised batch and epochs; each `nb.fit` measures, on a pack of its own."""
-    advice, grids, alone = [], [], []
+    """The mean over the seeds, at the advised batch and epochs. `nb.fit` measures, and trains by what it advises."""
+    grids, ours = [], []
     for seed in seeds:
-        pack, fresh = (problems.packed(name, tmp_path / f"{seed}{copy}", seed=5) for copy in ("", "-alone"))
+        pack = problems.packed(name, tmp_path / f"{seed}", seed=5)
         task = nb.classify(PROBLEMS[name][1], plan=nb.Plan(seed=seed))
-        plan = advised(task, pack).plan
-        advice.append(problems.accuracy(task, pack, plan))
+        run = nb.fit(task, pack, run=tmp_path / f"{seed}-run", receipt=False, progress=False)
+        plan = nb.advise(task, pack, measure=False).plan
+        assert (run.plan.to_dict(), run.lr_trial is not None) == (plan.to_dict(), True)
         grids.append(list(problems.spread(name, pack, plan).values()))
-        run = nb.fit(task, fresh, run=tmp_path / f"{seed}-run", receipt=False, progress=False)
-        alone.append(run.history.of("epoch")[-1]["val_accuracy"])
+        ours.append(run.history.of("epoch")[-1]["val_accuracy"])
     mean = np.mean(grids, axis=0)
-    print("advice", advice, "fit", alone, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
+    print("ours", ours, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
     assert mean.max() - mean.min() >= 0.15
-    assert min(np.mean(advice), np.mean(alone)) >= GOOD * mean.max()
+    assert np.mean(ours) >= GOOD * mean.max()
 
 
 @pytest.fixture
