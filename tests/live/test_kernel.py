@@ -179,7 +179,7 @@ def test_training_that_diverges_is_a_sentence_in_the_notebook_and_no_page_of_tra
 @viewed
 def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_network(session, chromium):
     """As in VS Code and Colab: in a frame of an origin of its own, by a policy of inline scripts and data alone."""
-    request = session.client.execute('run = nb.fit(toy, pack, plan, "stays", receipt=False)')
+    request = session.client.execute('run = nb.fit(toy, pack, plan, "stays", keep="kept", receipt=False)')
     session.end(request)
     views = [each["data"][VIEW]["model_id"] for each in session.own("display_data", request) if VIEW in each["data"]]
     comms = session.run("print(*get_ipython().kernel.comm_manager.comms)").split()
@@ -207,6 +207,11 @@ def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_ne
             else:
                 charts.first.wait_for()
                 assert charts.count() >= 4
+                facts = inside.locator(".nbt-top").first.inner_text()
+                assert re.search(r"done[^%]*1 of 1[^%]*took", facts), (
+                    "what is true at the end, and no copy or remaining time"
+                )
+                assert not re.search("kept|left", facts)
                 plots.first.evaluate("plot => plot.dataset.low = plot.dataset.high = 0.9996")
                 plots.first.hover()
                 assert inside.locator(".nbt-at b").first.inner_text() == "0.9996", "a share just below 1 is not 1"
