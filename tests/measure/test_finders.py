@@ -30,9 +30,9 @@ SEEDS = (10, 11, 12)  # fixed before any of them was tried
 
 
 def advised(task: Any, pack: nb.Pack) -> nb.Advice:
-    """By CPU time: other programs on the machine leave no value out."""
+    """By CPU time, as other programs on the machine would leave values out, on a clock that is five times too fast."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbtools.measure.timing.perf_counter", process_time)
+        patch.setattr("nbtools.measure.timing.perf_counter", lambda: 5 * process_time())
         return nb.advise(task, pack, seconds=2.0)
 
 
