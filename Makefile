@@ -62,7 +62,7 @@ gpu-bench: .venv/ready-bench  ## on a GPU: those checks, receipts of real sizes,
 	@# First what is short, or matters most: where time ends, these are the ones to have. What fails does not keep the rest from running.
 	@result=0; part() { timeout 300 $(BIN)/python -m "$$@" || result=1; }; mkdir -p $(NBTOOLS_RESULTS); \
 	part pytest -q -m cuda tests/cuda; \
-	for each in "captcha captcha 50000 6" "sign sign 4000 5" "captcha captcha_lines 20000 6 --length=(4,8)" \
+	for each in "captcha captcha 50000 6" "sign sign 4000 5" "captcha captcha_lines 20000 6 --length=4,8" \
 	        "hwdb hwdb 4000 4" "segment segment 2000 5"; do set -- $$each; task=$$1; name=$$2; count=$$3; epochs=$$4; shift 4; \
 	    part nbtools demo $$task build/$$name --count $$count $$@; \
 	    part nbtools train $$task --data build/$$name --run build/runs/$$name --epochs $$epochs --measured; \

@@ -180,10 +180,11 @@ def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> d
     """Read all entries into files of a folder, but for those that an interrupted call left, and meanwhile write their
     arrays, one after another, as .npy files in `new`. Return `kept`: the entries that became samples, `classes`: of
     each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike or reserved ones."""
-    count, every, files, columns = len(survey.entries), list[dict[str, Any]](), dict[str, IO[bytes]](), None
-    blocks = {folder / f"{start}.npz": range(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)}
+    every, columns, files, rows = list[dict[str, Any]](), None, dict[str, IO[bytes]](), Counter[str]()
+    ids = range(len(survey.entries))
+    blocks = {folder / f"{start}.npz": ids[start : start + BLOCK] for start in ids[::BLOCK]}
     todo = {path: block for path, block in blocks.items() if not is_whole(path)}
-    shown = bar(desc="packing", total=count, unit=" samples", disable=not progress, leave=False)
+    shown = bar(desc="packing", total=len(ids), unit=" samples", disable=not progress, leave=False)
     written = side_by_side(partial(write_block, survey, sample), todo.items())
     with shown, contextlib.closing(written), contextlib.ExitStack() as stack:
         for path, block in blocks.items():
@@ -193,25 +194,24 @@ def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> d
                 if facts["kept"]:
                     own = restore(dict[str, Column], facts["columns"])
                     columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns)
-                for name in facts["lengths"]:
-                    if name in files:
-                        files[name].write(arrays[f"{name}.array"].data)
-                    else:
-                        files[name] = stack.enter_context(open(folder / "new" / f"{name}.npy", "xb", 1 << 20))
-                        np.save(files[name], arrays[f"{name}.array"])
+                    for name, column in columns.items():
+                        if name not in files:
+                            files[name] = stack.enter_context(open(folder / "new" / f"{name}.npy", "xb", 1 << 20))
+                        rows[name] += len(array := arrays[f"{name}.array"])
+                        header = {"descr": column.dtype, "fortran_order": False, "shape": (rows[name], *column.shape)}
+                        files[name].seek(0)  # the header has the same size for any number of rows
+                        np.lib.format.write_array_header_1_0(files[name], header)
+                        files[name].seek(0, 2)
+                        files[name].write(array.data)
         columns = columns or {}
         ragged = [name for name, column in columns.items() if column.kind == "ragged"]
         reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
         if taken := sorted(reserved & columns.keys()):
             fix = "rename it in the source, or choose others with inputs=[…]"
             raise PackError(f"column {taken[0]!r}: nbtools reserves {', '.join(sorted(reserved))}; {fix}")
-        for name, column in columns.items():
+        for name in ragged:
             lengths = [length for facts in every for length in facts["lengths"].get(name, ())]
-            header = {"descr": column.dtype, "fortran_order": False, "shape": (sum(lengths), *column.shape)}
-            files[name].seek(0)  # to the header, which has the same size for any length
-            np.lib.format.write_array_header_1_0(files[name], header)
-            if name in ragged:
-                np.save(folder / "new" / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
+            np.save(folder / "new" / f"{name}.offsets.npy", np.cumsum([0, *lengths], dtype=np.int64))
     return {"columns": columns} | {key: [x for one in every for x in one[key]] for key in ("kept", "classes", "bad")}
 
 
@@ -234,7 +234,8 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
         for column, value in made.items():
             array, ragged = np.asarray(value, order="C"), column in survey.ragged
             rows.setdefault(column, []).append(array if ragged else array[None])
-            own[column] = Column("ragged" if ragged else "fixed", array.dtype.str, array.shape[ragged:])
+            dtype = array.dtype.newbyteorder("=").str  # as they are joined
+            own[column] = Column("ragged" if ragged else "fixed", dtype, array.shape[ragged:])
         facts["columns"] = require_alike(name, own, facts["columns"])
     facts["lengths"] = {name: [*map(len, arrays)] for name, arrays in rows.items()}
     joined: Any = {f"{name}.array": np.concatenate(arrays) for name, arrays in rows.items()}

@@ -102,10 +102,11 @@ def cores() -> int:
 def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:
     """Yield work(item) of each item: on Linux, where that pays, by a forked process a core; results must be picklable,
     and fit in memory. Raises NbtoolsError where the system kills a process."""
-    items, start, spent, done, before = [*items], monotonic(), 0.0, 0, dict(positions())
+    items, spent, done, before = [*items], 0.0, 0, dict(positions())
     while done < len(items) and spent <= LOOK:
-        yield work(items[done])
-        spent, done = monotonic() - start, done + 1
+        start, result = monotonic(), work(items[done])
+        spent, done = spent + monotonic() - start, done + 1
+        yield result
     rest, moved = items[done:], any(at != before.get(file, at) for file, at in positions())
     if spent * len(rest) <= SHORT * done or cores() == 1 or sys.platform != "linux" or moved:
         yield from map(work, rest)
@@ -115,7 +116,7 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, Non
         yield from pool.map(work_on, rest, chunksize=1 + done // 5)  # a fifth of LOOK
     except BrokenProcessPool:
         reason = "a worker process was killed, probably because memory ran out"
-        raise NbtoolsError(f"{reason}; free memory, and run it again: packing continues where it stopped") from None
+        raise NbtoolsError(f"{reason}; free memory, and run it again") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -108,6 +109,24 @@ def test_a_sample_unlike_the_first_is_refused_and_nothing_published(place, monke
     with pytest.raises(PackError, match=words):
         pack_of({"first": first, "second": UNLIKE[words]}, place, ragged=["x"] if "id" in first else [])
     assert sorted(os.listdir(place)) == ["cache", "drive", "raw"]
+
+
+def test_arrays_of_another_byte_order_are_packed_with_their_values(place):
+    made = pack(vectors(place / "raw"), read=lambda path, options: {"x": np.load(path).astype(">f4")})
+    assert made.sample(33)["x"].tolist() == [float(made.names[33].removesuffix(".npy"))] * 3
+
+
+@pytest.mark.usefixtures("blocks")
+def test_a_disk_that_is_full_while_arrays_are_joined_is_an_error_and_no_value_is_lost(place):
+    source, limits = vectors(place / "raw", 250), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # more than a block has, and less than an array
+    try:
+        with pytest.raises(DiskError, match="packing"):
+            pack(source, into=place / "packed")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (place / "packed").exists()
+    assert {pack(source, into=place / "packed").sample(i)["x"][0] for i in range(250)} == {*range(250)}
 
 
 def test_bad_samples_are_listed_and_where_none_can_be_used_the_first_is_named(place):

@@ -71,7 +71,9 @@ def check_each(look: Callable[[Any], Iterable[Any]], names: Collection[Any], pro
         try:
             return [*look(name)]
         except PackError as refusal:
-            return [Row(str(name), *refusal.args)]
+            if len(refusal.args) != 3:  # of all files
+                raise
+            return [Row(getattr(refusal, "file", "") or str(name), *refusal.args)]
 
     checks = bar(side_by_side(check, names), "validating", len(names), leave=False, disable=not progress)
     return [one for each in checks for one in each]

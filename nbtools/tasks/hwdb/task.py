@@ -73,7 +73,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         return {"bucket": bucket, "network": network, "batch_size": (at_most(64, card), f"the guide's 64, {THUMB}")}
     if not cuda:  # oneDNN keeps what it planned for each width, and the heap around it has ever more holes
         bucket = height // 2, "a seventh as many widths for 2 % more padding (measured on our data), less memory"
-    sizes = "a better CER than 32 after 4 epochs, in the same time (measured on our CPU)"
+    sizes = "a better CER than 32 after 4 epochs (measured on our CPU)"
     rates = "with warmup and cosine; 5e-3 ended at CER 0.04 instead of 0.03 (measured on our CPU)"
     mild = "a run this short ended at CER 0.08 with 1.0, but 0.03 with this (measured on our CPU)"
     epochs = epochs_for(card, (4 if cuda else 1) * LINES_A_CLASS * len(card.classes))
