@@ -46,15 +46,14 @@ TIERS = ((40, 128), (24, 96), (1, 64), (0, 32))
 WIDEST = 100  # times as wide as high; lines of HWDB reach 20
 FEW = 3  # writers: one for each split
 WRITER = re.compile(r"(?:.*/)?(\d+)-P\d+")  # in the name of a page's line, or of its image
-
-Given = str | Path | Sequence[str] | None
+Names = str | Path | Sequence[str] | None  # of classes, or of the file that lists them
 
 
 def pack(
     source: str | Path,
     *,
     height: int | str = "auto",
-    classes: Given = None,
+    classes: Names = None,
     val: float = 0.1,
     test: float = 0.1,
     into: str | Path | None = None,
@@ -76,13 +75,13 @@ def pack(
     return build_pack(source, "hwdb", options, look, read, val=val, test=test, into=into, progress=progress)
 
 
-def validate(source: str | Path, *, height: int | str = "auto", classes: Given = None, progress: bool = True) -> Report:
+def validate(source: str | Path, *, height: int | str = "auto", classes: Names = None, progress: bool = True) -> Report:
     """Check every line of a folder, archive or link: an error is what a pack with the same options leaves out. Raises
     PackError if there are no pages and no lists of lines."""
     return check_source(source, options_of(height, classes), partial(survey, progress=progress), read, progress)
 
 
-def options_of(height: int | str, classes: Given) -> dict[str, Any]:
+def options_of(height: int | str, classes: Names) -> dict[str, Any]:
     """Return the options of `pack` and `validate` as plain values. Raises PackError for one that cannot be."""
     height = device.tier(device.gigabytes(device.pick()), TIERS)[1] if height == "auto" else height
     if type(height) is not int or not HEIGHTS[0] <= height <= HEIGHTS[1]:

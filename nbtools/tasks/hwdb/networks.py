@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from nbtools.train import Batch, again
 
+Size = tuple[int, int]  # (down, along) of a stride or a kernel
 HCTR = ((128, 2, 0.3), (256, 4, 0.3), (512, 5, 0.3), (512, 1, 0.9))  # channels, blocks, dropout
 
 
@@ -120,7 +121,7 @@ class MaskedReLU(torch.autograd.Function):
 class ConvNorm(nn.Module):
     """Convolution (a stride divides the size, rounding up), batch norm, padding of the result set to zero, ReLU."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: Any = 3, stride: Any = 1, relu: bool = True):
+    def __init__(self, inputs: int, outputs: int, kernel: int | Size = 3, stride: int | Size = 1, relu: bool = True):
         super().__init__()
         around = kernel // 2 if isinstance(kernel, int) else 0
         self.conv = nn.Conv2d(inputs, outputs, kernel, stride, around, bias=False)
