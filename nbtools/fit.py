@@ -77,7 +77,7 @@ def fit(
         there = folder.is_dir() and any(folder.iterdir())
         try:
             if kept is not None:
-                restore(folder, kept, fresh)
+                restore(folder, kept, fresh, progress)
             job = prepare(task, pack, plan, folder, kept, fresh, ranks, progress, samples)
             release_gpu = release_gpu and not job.state.over  # else nothing is trained
         except NbtoolsError:

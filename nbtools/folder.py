@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 
 from nbtools import disk, measure, show, train
-from nbtools.data import Pack, retry, say
+from nbtools.data import Pack, bar, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PlanError, TrainError
 from nbtools.live import Surface
 from nbtools.run import CARD, HISTORY, PLAN, RECEIPT, VERDICT, Run, as_plan
@@ -119,7 +119,7 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
                 return folder
 
 
-def restore(folder: Path, kept: Path, fresh: bool) -> None:
+def restore(folder: Path, kept: Path, fresh: bool, progress: bool) -> None:
     """Take over the kept run where the local folder is missing or behind. Raises CheckpointError for other runs."""
     ours, theirs = checkpoint.read_index(folder), retry(lambda: checkpoint.read_index(kept), kept)
     if kept.resolve() == folder.resolve():
@@ -142,7 +142,8 @@ def restore(folder: Path, kept: Path, fresh: bool) -> None:
         say(f"{kept} is further along than {folder}, and replaces it")
     with disk.explained(f"restoring {folder} from {kept}", folder):
         part = folder.with_name(f"{folder.name}.part")
-        for path in retry(lambda: sorted(kept.iterdir()), kept):
+        paths = retry(lambda: sorted(kept.iterdir()), kept)
+        for path in bar(paths, desc="restoring", unit=" files", leave=False, disable=not progress):
             if path.suffix in (*checkpoint.SMALL, ".safetensors"):
                 disk.write_atomic(part / path.name, retry(path.read_bytes, path))
         former = folder.with_name(f"{folder.name}.former.part")

@@ -69,11 +69,8 @@ class Guard:
             self.job.save()
             self.job.wait()
             index = checkpoint.read_index(self.folder)
-            self.mark({"name": index["last"], "plan": self.state.applied.to_dict(), "best": index.get("best")})
-
-    def mark(self, anchor: dict[str, Any] | None) -> None:
-        self.anchor = anchor
-        checkpoint.mark(self.folder, anchor=anchor)
+            anchor = {"name": index["last"], "plan": self.state.applied.to_dict(), "best": index.get("best")}
+            self.anchor = checkpoint.mark(self.folder, anchor=anchor)["anchor"]
 
     def losses(self) -> tuple[list[float], list[float]]:
         """Return the losses of log steps before the watched changes, and since."""
@@ -92,7 +89,7 @@ class Guard:
             if loss > max(last) + max((FACTOR - 1) * max(map(abs, last)), NOISE * abs(before[0])):
                 return True
         if len(since) + 1 >= 2 * WATCHED:
-            self.mark(None)
+            self.anchor = checkpoint.mark(self.folder, anchor=None).get("anchor")
         return False
 
     def back(self, why: Any) -> Generator[Record, None, None]:

@@ -29,7 +29,7 @@ MOMENT, READ_EVERY = 0.05, 0.5  # seconds between two checks for requests, and b
 
 
 def watch(run: Run | str | Path, wait: float = 60.0) -> Run:
-    """Draw a run that another process on this machine trains until it ends, with buttons and fields that act on it;
+    """Draw a run that another process on this machine trains, with buttons and fields that act on it, until it ends;
     return the Run. An interrupt ends the watching, not the run; one that is over, or kept here, is drawn once.
 
     wait: seconds to wait for the run to start. Raises CheckpointError if there is no run.

@@ -363,7 +363,7 @@ def compare(*runs: Run | str | Path | list[Any] | tuple[Any, ...]) -> "Compariso
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Runs by name; shown as a sentence about the best, charts like those of the live view, and a table."""
+    """Runs by name; shown as a sentence about the best, a table, and charts like those of the live view."""
 
     runs: Mapping[str, Run]
 
@@ -399,10 +399,12 @@ class Comparison:
     def __repr__(self) -> str:
         return f"{self.conclusion}\n\n{self.frame.T.to_string(float_format=number)}".strip()
 
-    def _repr_html_(self) -> str:
+    def _ipython_display_(self) -> None:
+        words = show.note(self.conclusion) + self.frame.T.to_html(float_format=number)
+        live.show({"text/html": words, "text/plain": repr(self)})
         metric = next(iter(self.runs.values())).metric[0]
         charts = live.comparison({name: live.Columns().follow(run.history) for name, run in self.runs.items()}, metric)
-        return show.note(self.conclusion) + live.page(charts) + self.frame.T.to_html(float_format=number)
+        live.keep(live.page(charts), *live.as_data(live.png(charts), "curves of the runs above"))
 
 
 def alike(best: float, other: float, count: float, share: bool) -> bool:

@@ -141,6 +141,14 @@ def test_every_figure_is_that_of_its_receipt():
         assert spread or count == 1, "a figure of several runs has its spread"
 
 
+def test_cpu_minutes_that_a_row_names_are_those_of_its_receipt():
+    rows = re.findall(r"(\d+) CPU minutes.*results/(\w+\.json)", (ROOT / "README.md").read_text())
+    assert rows
+    for minutes, name in rows:
+        found = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["figures"]
+        assert any(near(minutes, each["value"]) for each in found if each["unit"] == "min")
+
+
 def commands() -> list[str]:
     """What follows `python -m nbtools`, each once; not where a part is left out (`…`) or where one is only named."""
     texts = [found for page in PAGES if page.stem != "CHANGELOG" for found in COMMAND.findall(page.read_text())]

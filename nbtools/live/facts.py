@@ -53,7 +53,7 @@ class Fact(NamedTuple):
 
 def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
     """Yield state, epoch, time, best, speed and memory, always in the same places; then what is out of the ordinary."""
-    yield Fact(about.title, status, about.title)
+    yield Fact(about.title, status)
     if columns.newest is None:
         yield Fact("", "figures appear after a few steps")
         return
@@ -72,7 +72,7 @@ def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
     gpu = columns.last("gpu_memory_reserved") is not None
     label, memory = ("GPU memory", "gpu_memory_reserved") if gpu else ("memory", "memory")
     yield Fact(label, size((columns.last(memory) or 0) * 2**20), "", memory)
-    waits = columns.series("data_wait")[1][0 if over else -1 :]
+    waits = columns.series("data_wait")[1][0 if over else -20 :]  # what comes and goes moves the charts
     if len(waits) and (waiting := float(waits.mean())) > NOTABLE:
         yield Fact("waiting for data", percent(waiting), "", "data_wait")
 
@@ -104,13 +104,14 @@ def html(columns: Columns, about: About, status: str) -> str:
     """Return the facts and a bar of the run's share that is done, for a page with live.css. All text is escaped."""
     dot, role, each = f'<i class="nbt-{escape(status)}"></i>', ' role="status"', []
     for i, (label, value, more, column) in enumerate(facts(columns, about, status)):
+        title = escape(f"{label} {value}; {more}".strip("; "))  # of a long name its cell shows only the beginning
         each.append(
-            f'<div title="{escape(more or value)}"{role * (not i)}><span>{escape(label) or "&#160;"}</span>'
+            f'<div title="{title}"{role * (not i)}><span>{escape(label) or "&#160;"}</span>'
             f"<b>{dot * (not i)}{escape(value)}</b>{spark(columns, column) if column else ''}</div>"
         )
     share = min(1.0, columns.newest["samples"] / about.samples) if columns.newest and about.samples else 0.0
-    bar = f'<p><u style="width:{100 * share:.1f}%"></u></p>'
-    return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div>{bar}</div></div>'
+    bar = f'<u style="width:{100 * share:.1f}%"></u>'
+    return f'<div class="nbt"><div class="nbt-top"><div>{"".join(each)}</div><p>{bar}</p></div></div>'
 
 
 def spark(columns: Columns, name: str) -> str:

@@ -146,11 +146,6 @@ class Form:
             able = requests is not None and (requests.able(action) or (action == "undo" and bool(self.panel.bad)))
             each.disabled = not able or "stop" in pending or action in pending
 
-    def tell(self, message: str) -> None:
-        """Show a message where nothing is pending."""
-        self.told = message
-        self.show_run()
-
 
 def field(value: Any, rule: Field[Any]) -> Any:
     """Return the input for one setting: a box to tick, a list to choose from, or a text, read when complete."""

@@ -74,6 +74,7 @@ class Panel:
             changes = list_changes(requests.state.plan.changes_from(self.plan))
             self.requests, self.running, self.fixed = requests, True, requests.state.plan.fixed_settings()
             self.advised = self.presets["as advised"] = requests.advised
+            self.start = requests.state.plan if changes else self.start
             note = f"This run continues with its applied settings: {changes}" if changes else self.note
             self.propose(note, {} if changes else self.proposed)
 

@@ -30,8 +30,8 @@ FRAME_COST = 0.0025  # share of the time that drawing may take, of the 0.01 that
 STILL_EVERY = 180.0  # the same between PNGs of a run in progress, each of which takes half a second to draw
 LINES = 5  # of the log in view
 SMOOTHING = {"medium": 1.0, "strong": 4.0, "light": 0.4, "none": 0.0}
-STILL = f"""<style>{draw.STYLE}</style>
-<div class="nbtools-still">Saved during training; run this cell again to continue.</div>"""
+STILL = f"""<style>{draw.STYLE}</style><div class="nbtools-still">
+Saved during training: if it still runs, reload the page; otherwise run this cell again.</div>"""
 """Has the PNG after it shown where the live view is not, see live.css."""
 KEPT = escape(Path(__file__).with_name("kept.js").read_text("utf-8"))
 
@@ -123,8 +123,11 @@ class View:
         if self.output is not None and self.output.lives:
             self.output.log.append([message])
             self.output.lines.value = log_html(self.output.log)
-            self.output.form.tell(message)
+            self.output.form.told = message
+            self.output.form.show_run()
         elif self.progress:
+            if self.output is not None:  # of a page that was closed, which has the view still
+                self.output.lines.value += log_html([[message]])
             say(textwrap.fill(UNIT.sub("\xa0", message), 90, break_long_words=False) if self.notebook else message)
 
     def keep_still(self) -> None:
@@ -149,7 +152,8 @@ class View:
             lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
             image, words = draw.png(made, lines, self.cards), [self.about.title, *map(draw.describe, made.charts)]
             if self.output is not None and self.output.lives:
-                (self.output.stay if last else self.output.still)(*draw.as_data(image, "; ".join(words)))
+                data, metadata = draw.as_data(image, "; ".join(words))
+                self.output.stay(data, metadata) if last else show(data, self.output.stills[1], metadata, update=True)
             if write:
                 disk.write_atomic(self.folder / PLOT_FILE, image)
         except Exception as error:
@@ -189,21 +193,15 @@ class Output:
         show({"text/html": STILL, "text/plain": ""}, self.stills[0])
         show({"text/plain": ""}, self.stills[1])
 
-    def still(self, image: Any, metadata: Any) -> None:
-        """Put a PNG into its place."""
-        show(image, self.stills[1], metadata, update=True)
-
     def stay(self, image: Any, metadata: Any) -> None:
         """Put a PNG in the place of the view, with the last frame, which replaces it where scripts run, and the log
         under it. The view itself lives on with that frame, for a page that was closed before the end and is opened
         again."""
         self.lives = False
-        show(image, self.name, metadata, update=True)
         for name in self.stills:
             show({"text/plain": ""}, name, update=True)
         page = draw.HEAD + self.facts.value + self.frame.value + self.samples.value
-        size = " ".join(f'data-{side}="{2 * metadata["image/png"][side]}"' for side in ("width", "height"))
-        show({"text/html": f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>', "text/plain": ""})
+        keep(page, image, metadata, self.name)
         if self.log:
             text = "\n".join(map("  ".join, self.log))
             show({"text/html": f"<style>{draw.STYLE}</style>{self.lines.value}", "text/plain": text})
@@ -220,12 +218,19 @@ def show(data: Any, name: str | None = None, metadata: Any = None, update: bool 
     display(data, metadata=metadata, raw=True, display_id=name, update=update)
 
 
+def keep(page: str, image: Any, metadata: Any, name: str | None = None) -> None:
+    """Display a page, or a PNG where scripts do not run, as on GitHub. name: of what these replace."""
+    show(image, name, metadata, update=bool(name))
+    size = " ".join(f'data-{side}="{2 * metadata["image/png"][side]}"' for side in ("width", "height"))
+    show({"text/html": f'<style onload="{KEPT}" {size} data-page="{escape(page)}"></style>', "text/plain": ""})
+
+
 def log_html(lines: Sequence[list[str]]) -> str:
     """Return the last lines of the log, and all of them folded; of one with fields those that do not fit their cell are
     left out, from the right."""
     rows = []
     for fields in lines:
-        texts = "".join(f"<span>{escape(field)}</span>" for field in fields)
+        texts = " ".join(f"<span>{escape(field)}</span>" for field in fields)
         rows.append(f'<div class="nbt-line">{texts}</div>' if len(fields) > 1 else f"<div>{texts}</div>")
     every = f"<details><summary>The whole log</summary>{''.join(rows)}</details>" if len(rows) > LINES else ""
     return f'<div class="nbt nbt-log">{every}{"".join(rows[-LINES:])}</div>' if rows else ""

@@ -37,7 +37,7 @@ SENTENCES = {
 
 @dataclass(frozen=True, repr=False)
 class Verdict(Report):
-    """Tell what a plan is bound by here, and the one change worth making. Shows as a sentence and a table.
+    """Say what limits a plan here, and the one change worth making. Shows as a sentence and a table.
 
     wait, host, device: shares of a step that wait for data, that wait for the host to launch, and in which the device
     works; together 1. products: the share of a step that matrix products, convolutions and attention would need at the

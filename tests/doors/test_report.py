@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import toy
 from acting import QUIET
 from cases import CASES
+from kernels import until
 from PIL import Image
 from torch import nn
 
@@ -240,7 +242,15 @@ def runs(tmp_path_factory):
     return slow, nb.fit(toy, pack, plan.replace(batch_size=32, epochs=2), folder / "runs" / EVIL, **QUIET)
 
 
-def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook_shows_it_escaped(runs):
+@pytest.fixture
+def displayed(monkeypatch):
+    """What a cell shows of a comparison: (text, picture, charts) by type."""
+    shown: list[dict[str, str]] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    return lambda compared: (shown.clear(), compared._ipython_display_(), shown)[-1]
+
+
+def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook_shows_it_escaped(runs, displayed):
     compared, slow = nb.compare(*runs), runs[0]
     frame, name = compared.frame, str(slow.folder)
     assert list(frame.index) == [str(run.folder) for run in runs]
@@ -248,19 +258,25 @@ def test_a_row_a_run_has_its_outcome_and_the_settings_that_differ_and_a_notebook
     assert list(frame["epochs"]) == list(frame["plan.epochs"]) == [3, 2]
     assert (list(frame["plan.batch_size"]), "plan.lr" in frame.columns) == ([16, 32], False)  # the same in both
     assert frame.loc[name, "samples_per_s"] == pytest.approx(402 / slow.history.of("epoch")[-1]["wall"])  # 3 epochs
-    page = compared._repr_html_()
-    assert ("<img" in page, "&lt;img src=x onerror=" in page) == (False, True)
+    words, charts = displayed(compared)[::2]
+    page = unescape(charts["text/html"])
+    assert "<img" not in words["text/html"] + page
+    assert all("&lt;img src=x onerror=" in each for each in (words["text/html"], page))
     assert compared.conclusion in str(compared)
     assert not re.search(r"\d\.\d{7}", str(compared)), "three digits"
     for title in ("validation loss", "accuracy", "learning rate"):
-        assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "the charts of the live view"
+        assert re.search(f"<b>{title}.*?<svg .*?data-name=", page), "as in the live view"
 
 
 @pytest.mark.browser
-def test_its_charts_answer_the_pointer_with_the_values_of_every_run(runs, chromium):
+def test_its_charts_answer_the_pointer_and_are_a_picture_where_scripts_do_not_run(runs, chromium, displayed):
+    words, picture, charts = displayed(nb.compare(*runs))
+    assert "<svg" not in words["text/html"]
+    image = f'<div class="output_area"><img src="data:image/png;base64,{picture["image/png"]}"></div>'
     with browser.chromium(chromium) as window:
         page = window.new_page()
-        page.set_content(nb.compare(*runs)._repr_html_())
+        page.set_content(image + charts["text/html"])
+        until(lambda: not page.locator("img").is_visible(), "charts in the picture's place")
         page.locator(".nbt-plot").first.hover()
         under = page.locator(".nbt-at").first.inner_text()
     assert re.match(r"step \d+\n", under)
@@ -280,10 +296,10 @@ def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
     return [folder / f"run-{k}" for k in range(len(values))]
 
 
-def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, tmp_path):
+def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, displayed, tmp_path):
     apart = nb.compare(*reached(tmp_path / "apart", runs[0], (0.03, 1.0), (0.9, 0.03)))
     assert "run-1 is the best: accuracy 0.900, 0.870 above " in apart.conclusion
-    assert apart._repr_html_().count('data-log=""') == 1, "of the loss"
+    assert displayed(apart)[-1]["text/html"].count("data-log") == 1, "of the loss"
     close = nb.compare(*reached(tmp_path / "close", runs[0], (0.9, 1.0), (0.91, 0.2)))
     assert "run-0 0.900; on 48 validation samples, chance alone can explain such" in close.conclusion
 

@@ -365,7 +365,7 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(
     until(lambda: "Loading widget" not in output.inner_text(), "an answer to where the widget is")
     assert not re.search("widget|error displaying", output.inner_text(), re.IGNORECASE)
     first.scroll_into_view_if_needed()
-    until(lambda: "Saved during training" in first.inner_text(), "what to do where there is no picture yet")
+    until(lambda: "reload the page" in first.inner_text(), "what to do where there is no picture yet")
     assert not re.search("widget|error displaying", first.inner_text(), re.IGNORECASE)
     last.scroll_into_view_if_needed()
     until(lambda: notebook.shows(last.locator("img")), "the picture of the run that had ended")

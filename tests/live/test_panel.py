@@ -143,6 +143,8 @@ def test_a_resumed_run_shows_the_plan_it_had_applied_and_says_so_until_something
     made.begin(Requests(Plans(Plan(lr=0.001), Plan(lr=0.001)), Plan(lr=0.003)))
     assert made.fields["lr"].value == "0.001"
     assert "This run continues with its applied settings: lr 0.002 → 0.001" in words(made)
+    made.fields["epochs"].value = "30"
+    assert re.search("Changed: epochs 10 → 30$", made.changed), "and not lr, which the user left alone"
     made.form.menu.value = "as advised"
     assert made.fields["lr"].value == "0.003", "for this run"
     assert "continues with" not in words(made)

@@ -63,7 +63,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     if card.options["layout"] == "lines":
         return for_lines(card, accelerator == "cuda")
     if accelerator == "cuda":
-        return {"network": ("guide", "the original network: a GPU is fast enough for it")}
+        return {"network": ("guide", f"the original network: a GPU is fast enough for it, {THUMB}")}
     epochs = epochs_for(card, FIXED_IMAGES)
     return {  # measured on two cores of a Xeon (AVX-512) with 4,800 four-digit captchas
         "network": ("small", "trains 8 times as many images/s as the original, and needs fewer (measured on our CPU)"),

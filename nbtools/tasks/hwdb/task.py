@@ -69,7 +69,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     cuda, height = accelerator == "cuda", card.options["height"]
     bucket = height // 4, "an eighth as many widths for 1 % more padding (measured on our data)"
     if cuda and network_for(card) == "hctr":
-        network = "hctr", "the reference's own: a GPU is fast enough for it"
+        network = "hctr", f"the reference's own: a GPU is fast enough for it, {THUMB}"
         return {"bucket": bucket, "network": network, "batch_size": (at_most(64, card), f"the guide's 64, {THUMB}")}
     if not cuda:  # oneDNN keeps what it planned for each width, and the heap around it has ever more holes
         bucket = height // 2, "a seventh as many widths for 2 % more padding (measured on our data), less memory"
@@ -80,7 +80,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     scaled = f"the CPU's by the sqrt rule, {THUMB}"
     return {
         "bucket": bucket,
-        "network": ("slim", "few enough operations for a CPU; hctr is for tall lines"),
+        "network": ("slim", f"few enough operations for a CPU, {THUMB}; hctr is for tall lines"),
         "augment": (0.5, mild) if epochs <= SHORT else (1.0, f"few lines, seen often, {THUMB}"),
         "batch_size": (at_most(64, card), scaled) if cuda else (at_most(16, card), sizes),
         "lr": (6e-3, scaled) if cuda else (3e-3, rates),

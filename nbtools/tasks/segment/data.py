@@ -301,11 +301,8 @@ def validate(
     if not (made.items or made.rows):
         raise PackError(f"{source}: no images; give the folder that holds images/ and labels/")
     inventory = survey(made.folder, options_of(size, channels, classes, ignore), progress, lambda _: made)
-
-    def classes_in(name: str) -> list[int]:
-        return np.unique(read_item(made.folder, made.items[name], inventory.options)[1]).tolist()
-
-    results = check_each(classes_in, made.items, progress)
+    read, options = partial(read_item, made.folder), inventory.options
+    results = check_each(lambda name: np.unique(read(made.items[name], options)[1]).tolist(), made.items, progress)
     rows = [*made.rows, *(one for one in results if isinstance(one, Row))]
     seen = {one for one in results if isinstance(one, int)}
     missing = [name for k, name in enumerate(inventory.classes) if k not in seen and seen]

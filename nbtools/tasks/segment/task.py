@@ -104,7 +104,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         batch = at_most(min(32, max(8, card.splits["train"] // 20)), card)
         crop = min(384, max(32, min(height, width) // 32 * 32))
         return {
-            "network": ("bisenetv2", "the original network: a GPU is fast enough for it"),
+            "network": ("bisenetv2", f"the original network: a GPU is fast enough for it, {THUMB}"),
             "batch_size": (batch, f"the guide's 32, less for a small set: 20 steps per epoch, {THUMB}"),
             "crop": (crop, f"the guide's 384, or the multiple of 32 that fits into the images, {THUMB}"),
             **course(card, 100_000, batch, f"100,000 images in all, {THUMB}"),

@@ -73,7 +73,7 @@ def pack(
 
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
     kp_key: the array of keypoints; None reads none. feature_key: that of features; None makes a pack for the
-    Transformer alone 13 times as small. A clip may lack one of the two: a network reads those that have its own.
+    Transformer alone 13 times as small. A clip may lack one of the two: each network skips clips without its input.
     glosses, categories: how many classes there are, or their names; None: up to the largest id.
     Raises PackError if nothing can be used. `validate` reports what is wrong with single clips and labels.
     """

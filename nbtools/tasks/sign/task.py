@@ -73,10 +73,10 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
         return for_gru(card)
     settings = for_transformer(card)
     if accelerator == "cuda":
-        small = "the guide's 32, or all there are; kernel launches limit a step"
+        small = f"the guide's 32, or all there are: kernel launches limit a step, {THUMB}"
         settings["batch_size"] = at_most(32, card), small
         settings["lr"] = 7e-4, f"the CPU's 5e-4 at batch 16 by the sqrt rule, {THUMB}"
-        settings["bucket"] = 16, "so that compiled code sees few different lengths"
+        settings["bucket"] = 16, f"so that compiled code sees few different lengths, {THUMB}"
     return settings
 
 
