@@ -10,6 +10,16 @@ from archives import put
 import nbtools as nb
 from nbtools.data import Entry, Pack, Sample, Survey, build_pack, gather
 
+DEMOS: dict[str, dict[str, Any]] = {
+    "captcha": {"size": (24, 64)},
+    "lines": {"size": (32, 90), "length": (4, 8)},
+    "hwdb": {"height": 24, "characters": "ABC"},
+    "segment": {"size": (40, 48)},
+    "sign": {"glosses": 4, "categories": 2, "frames": (10, 16)},
+}
+PACKED = {"hwdb": {"height": 32}, "segment": {"size": 48}}
+"""Small demos of the tasks, and how they are packed."""
+
 
 def pack_of(
     samples: Sequence[Sample] | Mapping[str, Sample],

@@ -33,6 +33,7 @@ import pytest
 import toy
 from acting import QUIET
 from archives import FORMS, PACKERS, archived, put, tree
+from packs import DEMOS, PACKED
 from tqdm import tqdm
 
 import nbtools as nb
@@ -42,7 +43,8 @@ from nbtools.train import checkpoint
 # A source file that cannot be read is a bad sample, not an error: those of `vectors` are left alone.
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.truncate")
 WATCHED: list[Path] = []  # whose files a hook acts on, which cannot be removed
-KILLS, FAILURES, ARCHIVES = 100, 200, 2000
+KILLS, FAILURES, ARCHIVES = 100, 200, 2000  # of each of the four tasks as many kills again
+FULL = pytest.mark.full
 DONE, FAILED, REFUSED = range(3)  # how a job ends: it returned; an error of any kind; one of nbtools
 LIMIT = 60.0  # seconds after which a job hangs, which is a failure
 for name in ("torch._dynamo", "torch.nn.parallel", "torch.distributed.optim"):
@@ -83,7 +85,7 @@ def work(job: Callable[[], Any], answer: IO[bytes]) -> None:
 
 def seeds(count: int) -> list[Any]:
     """A tenth of the seeds as they are, the others marked `full`."""
-    return [each if each < count // 10 else pytest.param(each, marks=pytest.mark.full) for each in range(count)]
+    return [each if each < count // 10 else pytest.param(each, marks=FULL) for each in range(count)]
 
 
 def disturbed(name: str, root: Path, act: Callable[[int], object]) -> Any:
@@ -125,6 +127,13 @@ def trained(root: Path, **settings: Any) -> nb.Run:
     return nb.fit(toy, nb.Pack.open(root / "pack"), plan, root / "run", keep=root / "kept", **QUIET)
 
 
+def taught(name: str, root: Path) -> nb.Run:
+    task: Any = importlib.import_module(f"nbtools.tasks.{name}")
+    pack = nb.Pack.open(root / "pack")
+    plan = nb.advise(task, pack, measure=False).plan.replace(epochs=2, batch_size=4, warmup_epochs=0)
+    return nb.fit(task, pack, plan, root / "run", keep=root / "kept", **QUIET)
+
+
 JOBS: dict[str, Callable[[Path], Any]] = {
     "stage a folder": lambda root: nb.stage(root / "source", root / "here", progress=False),
     "train, resident": partial(trained, feed="resident"),
@@ -134,6 +143,10 @@ JOBS: dict[str, Callable[[Path], Any]] = {
     "train, averaged in two passes": partial(trained, ema=0.9, micro_batch_size=8),
     "keep a pack, and open it": lambda root: toy.pack(nb.Pack.open(root / "pack").keep(root / "kept.tar")),
 }
+KINDS = [*JOBS]
+JOBS |= {f"train {name}": partial(taught, name) for name in DEMOS if name != "lines"}
+CASES = [(KINDS[k % len(KINDS)], k, k < 30) for k in range(KILLS + FAILURES)]  # job, seed, whether in `make test`
+CASES += [(job, 3 * k, job == "train captcha" and not k) for job in [*JOBS][len(KINDS) :] for k in range(KILLS)]
 
 
 def come_of(made: Any) -> Any:
@@ -147,7 +160,12 @@ def come_of(made: Any) -> Any:
     return sorted((n, t.numpy().tobytes()) for n, t in found.tensors.items()), rows
 
 
-def prepared(root: Path) -> Path:
+def prepared(root: Path, job: str) -> Path:
+    if (task := job.removeprefix("train ")) in DEMOS:
+        kind = importlib.import_module(f"nbtools.tasks.{task}")
+        raw = kind.demo(root / "raw", 16, **DEMOS[task])
+        kind.pack(raw, into=root / "pack", progress=False, **PACKED.get(task, {}))
+        return root
     for name, content in FILES.items():
         put(root / "source" / name, content)
     put(root / "source.tar.gz", archived(FILES, "tar.gz"))
@@ -161,19 +179,19 @@ def usual(name: str) -> tuple[str, int]:
     """(what comes of a job that nobody disturbs, its operations on files)."""
     numbers: list[int] = []
     with tempfile.TemporaryDirectory() as place:
-        root = prepared(Path(place))
+        root = prepared(Path(place), name)
         code, text = forked(lambda: (disturbed(name, root, numbers.append), len(numbers)))
         assert code == DONE, text
     made, _, number = text[1:-1].rpartition(", ")
     return made, int(number)
 
 
-@pytest.mark.parametrize("seed", seeds(KILLS + FAILURES))
-def test_what_is_killed_or_fails_on_the_disk_leaves_nothing_half_written_and_goes_on_exactly(root, seed):
-    rng, name = random.Random(seed), [*JOBS][seed % len(JOBS)]
+@pytest.mark.parametrize(("name", "seed"), [pytest.param(*each, marks=[FULL] * (not first)) for *each, first in CASES])
+def test_what_is_killed_or_fails_on_the_disk_leaves_nothing_half_written_and_goes_on_exactly(root, name, seed):
+    rng = random.Random(seed)
     expected, total = usual(name)
     code = rng.choice((errno.ENOSPC, errno.EIO, errno.EACCES)) if seed % 3 else None  # None: killed
-    prepared(root)
+    prepared(root, name)
     for _ in range(rng.choice((1, 1, 2, 3))):
         at, often = rng.randrange(1, total + 1), rng.choice((1, 1, 10**9))  # once, or from there on
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from acting import QUIET
+from packs import DEMOS, PACKED
 
 import nbtools as nb
 from nbtools.__main__ import main
@@ -19,14 +20,6 @@ from nbtools.measure import Machine, decide
 from nbtools.tasks import captcha, hwdb, segment, sign
 
 TASKS: dict[str, Any] = {"captcha": captcha, "lines": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
-DEMOS: dict[str, dict[str, Any]] = {
-    "captcha": {"size": (24, 64)},
-    "lines": {"size": (32, 90), "length": (4, 8)},
-    "hwdb": {"height": 24, "characters": "ABC"},
-    "segment": {"size": (40, 48)},
-    "sign": {"glosses": 4, "categories": 2, "frames": (10, 16)},
-}
-PACKED = {"hwdb": {"height": 32}, "segment": {"size": 48}}
 
 
 @pytest.fixture(scope="module")
