@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, train
-from nbtools.data import Feed, Pack, batches_in, choose, cores, phase, work
+from nbtools.data import Feed, Pack, Padding, batches_in, choose, cores, phase, work
 from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.measure.advice import Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
@@ -31,7 +32,7 @@ from nbtools.measure.finders import LATE, LrTrial, find_batch, lr_trial
 from nbtools.measure.machine import machine
 from nbtools.measure.profile import Verdict, graph_change, verdict_of
 from nbtools.measure.receipt import comparable, preset
-from nbtools.measure.timing import EAGER, Clock, Stepper, finish, untouched, wall
+from nbtools.measure.timing import EAGER, Clock, Stepper, finish, shapes, untouched, wall
 from nbtools.measure.turns import Deadline, attempt, beside, objection
 from nbtools.train import Plan, Sums, Task, TaskLike, evaluation
 from nbtools.train import device as devices
@@ -49,6 +50,7 @@ BATCH_GAIN = 1.08  # of another batch over the rules': less is within the noise 
 BUSY = 1.5  # processes that want to run, times the cores, from which a CPU is contended
 LAUNCHES = 1.2  # times what the device works that the host takes, from which graphs are tried
 WORDS = {"off": "float32", True: "channels_last", False: "channels_last=False"}
+COMPILED = 8  # lengths at most: each is compiled for itself, in a minute, and torch leaves further ones as they are
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 
 
@@ -274,7 +276,9 @@ class Search:
             change = graph
         elif "compile" not in self.fixed and device > host and self.compiles and not self.plan.compile:
             long = self.samples * device / plan.batch_size >= COMPILE_PAYS
-            change = {"compile": True} if long else {}
+            longest = max(Padding(self.pack).longest.values(), default=0)
+            padded = {"bucket": math.ceil(longest / COMPILED)} if shapes(self.pack, self.plan) > COMPILED else {}
+            change = {"compile": True} | padded if long and (not padded or hasattr(plan, "bucket")) else {}
         if change:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
             trial = beside(run, plan.replace(**change), max(self.seconds / 10, 1.0))
             used, why = trial.faster and trial.ratio >= FASTER, f"measured here in turns with the plan: {trial}"

@@ -106,9 +106,6 @@ class Gpus(show.Table, list[Gpu]):
     def footer(self) -> str:
         return self.note
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         columns = [gpu.cells() for gpu in self]
         names = columns[0] if columns else ()

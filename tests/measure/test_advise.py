@@ -231,13 +231,20 @@ LEVERS = [  # host's seconds of a step, the GPU's 1; samples, times as fast, pre
     (1.3, 2e4, 5.0, "fp16", "fp16", {"graph": True, "amp": "off"}),  # on a T4
     (0.5, 4e4, 1.3, "fp16", "bf16", {"compile": True}),
     (0.5, 2e4, 1.3, "bf16", "bf16", {}),  # 21 minutes
+    (0.5, 4e4, 1.3, "bf16", "ragged", {}),  # each of 16 lengths would be compiled for itself
+    (0.5, 4e4, 1.3, "bf16", "padded", {"compile": True, "bucket": 3}),  # 7 of up to 19
 ]
 
 
 @pytest.mark.parametrize("row", LEVERS)
-def test_launching_asks_for_graphs_and_computing_for_the_compiler_if_training_is_long(row, pack, monkeypatch):
+def test_launching_asks_for_graphs_and_computing_for_the_compiler_if_training_is_long(row, pack, tmp_path, monkeypatch):
     host, samples, ratio, amp, reduced, used = row
-    plan, device, taken, trial = toy.PLAN.replace(amp=amp), torch.device("cuda"), dict[str, Any](), (ratio,) * 4
+    plan, device, ragged = toy.PLAN.replace(amp=amp), torch.device("cuda"), reduced in ("padded", "ragged")
+    if ragged:
+        padded = importlib.import_module("nbtools.tasks.hwdb").Plan(amp=amp)
+        plan = (padded if reduced == "padded" else plan).replace(batch_size=4)
+        pack = toy.make_pack(tmp_path, ragged=True)
+    taken, trial = dict[str, Any](), (ratio,) * 4
     run = SimpleNamespace(pack=pack, plan=plan, device=device, device_s=lambda: 1.0)
     run.advance = lambda steps: SimpleNamespace(host_s=host)
     search: Any = SimpleNamespace(plan=plan, device=device, samples=samples, compiles=True, take=taken.update)
