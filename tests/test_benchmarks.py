@@ -104,10 +104,6 @@ def test_no_graph_is_asked_to_replay_what_is_compiled():
     assert changes["compile=True"] == {"compile": True, "graph": False}
 
 
-class Parsed(Exception):
-    """A program has accepted its command line."""
-
-
 def test_each_program_accepts_what_gpu_bench_calls_it_with(tmp_path, monkeypatch):
     """Only a GPU would show it: the recipe runs with a script in Python's place that writes down its arguments."""
     (tmp_path / "python").write_text('#!/bin/sh\necho "$*" >> calls\n')
@@ -118,14 +114,14 @@ def test_each_program_accepts_what_gpu_bench_calls_it_with(tmp_path, monkeypatch
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(self, *given):
-        raise Parsed(parse(self, *given))
+        raise InterruptedError(parse(self, *given))
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
     _, tests, *calls = (line.split()[1:] for line in (tmp_path / "calls").read_text().splitlines())
     assert ((ROOT / tests[-1]).is_dir(), len(calls)) == (True, 2 * 6 + 4)
     for program, *words in calls:
         monkeypatch.setattr(sys, "argv", [program, *words])
-        with pytest.raises(Parsed):
+        with pytest.raises(InterruptedError):
             import_module("nbtools.__main__" if program == "nbtools" else program).main()
 
 
