@@ -1,6 +1,6 @@
 """The advised plan against every change of one or two settings for speed, on each task's demo and a task of one's own.
 
-    python -m benchmarks.knobs [--task captcha] [--rounds 7] [--most 12] [--quick]
+    python -m benchmarks.knobs [--task captcha] [--count 2000] [--rounds 7] [--most 12] [--quick]
 
 Precision × layout × {eager, graph} × batch {½, 1, 2}, as far as at most two of them differ from the plan; the other
 feeds; and the plan compiled, on CUDA deterministic. Each is trained in turns with the plan, in one process, on a CPU on
@@ -59,7 +59,7 @@ def corners(plan: Plan, feed: str, train: int, cuda: bool) -> dict[str, dict[str
     singles = {name: {**each, "workers": cores()} if "workers" in name else each for name, each in singles.items()}
     singles |= {"compile=True": {"compile": True, "graph": False}}  # no graph replays what is compiled
     singles |= {"deterministic=True": {"deterministic": True}} if cuda else {}
-    return dict(sorted({**made, **singles}.items(), key=lambda each: len(each[1])))
+    return dict(sorted({**singles, **made}.items(), key=lambda each: len(each[1])))  # before the pairs what compiles
 
 
 class Turns:
@@ -142,17 +142,18 @@ def judged(name: str, folder: Path, count: int, options: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the advised plan against changes of one or two settings for speed")
     parser.add_argument("--task", choices=list(COUNTS), help="this one only")
+    parser.add_argument("--count", type=int, help="samples of its demo")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--most", type=int, help="changes to try of each task, single ones first; else all")
     parser.add_argument("--quick", action="store_true", help="in seconds, to see that it runs; writes no receipt")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.quick:
-        options.rounds, options.task = 2, options.task or "captcha"
+        options.rounds, options.task, options.count = 2, options.task or "captcha", 64
     best: list[Figure] = []
     with tempfile.TemporaryDirectory() as place:
         for name in [options.task] if options.task else COUNTS:
-            figures, conditions = judged(name, Path(place), 64 if options.quick else COUNTS[name], options)
+            figures, conditions = judged(name, Path(place), options.count or COUNTS[name], options)
             ratios = [figure for figure in figures if figure.unit == "×"]
             best.append(max(ratios, key=lambda figure: figure.value))
             headline = dataclasses.replace(best[-1], name=f"knobs_{name}")

@@ -40,8 +40,7 @@ from benchmarks.paired import Figure, Receipt, in_turns, times
 from nbtools import measure
 from nbtools.data import cores
 
-ROUNDS, EPOCHS, BATCH, CLASSES = 9, 4, 64, 4
-LR = 1e-3
+ROUNDS, EPOCHS, BATCH, CLASSES, LR = 9, 4, 64, 4, 1e-3
 
 
 class Photos(Dataset):

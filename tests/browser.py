@@ -124,8 +124,7 @@ class Notebook:
         return self.page.evaluate("window.acted[0]")
 
     def click(self, label: str) -> float:
-        button = self.button(label)
-        return self.acting(button.click)
+        return self.acting(self.button(label).click)
 
     def type(self, setting: str, words: str) -> float:
         field = self.row(setting).locator("input[type=text]").first

@@ -1,9 +1,11 @@
 """Claims about the benchmarks: their arithmetic, and that each runs and ends in the line that it promises."""
 
+import argparse
 import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,27 @@ def test_no_graph_is_asked_to_replay_what_is_compiled():
     changes = knobs.corners(Plan(graph=True), "resident", 1000, cuda=True)
     assert {"compile=True", "deterministic=True", "graph=False", "amp=bf16, batch × 2"} <= changes.keys()
     assert changes["compile=True"] == {"compile": True, "graph": False}
+
+
+def test_each_program_accepts_what_gpu_bench_calls_it_with(tmp_path, monkeypatch):
+    """Only a GPU would show it: the recipe runs with a script in Python's place that writes down its arguments."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$*" >> calls\n')
+    (tmp_path / "python").chmod(0o755)
+    make = ["make", "-n", "gpu-bench", f"BIN={tmp_path}", "-o", ".venv/ready-bench"]
+    recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    subprocess.run(["sh", "-c", recipe], cwd=tmp_path, stderr=subprocess.DEVNULL)  # cp, which finds no receipts
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self, *given):
+        raise InterruptedError(parse(self, *given))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    _, tests, *calls = (line.split()[1:] for line in (tmp_path / "calls").read_text().splitlines())
+    assert ((ROOT / tests[-1]).is_dir(), len(calls)) == (True, 2 * 6 + 4)
+    for program, *words in calls:
+        monkeypatch.setattr(sys, "argv", [program, *words])
+        with pytest.raises(InterruptedError):
+            import_module("nbtools.__main__" if program == "nbtools" else program).main()
 
 
 @pytest.mark.parametrize("path", [*RESULTS.glob("*.json")], ids=lambda path: path.stem)

@@ -99,7 +99,7 @@ def pretend(patch: pytest.MonkeyPatch) -> TorchFunctionMode:
     held = {f"{name}_bytes": {"all": {"current": 2**20}} for name in ("allocated", "reserved")}
     autocast, fork = torch.autocast, torch.random.fork_rng
     told: dict[str, Any] = {"is_available": True, "is_bf16_supported": True, "mem_get_info": (2**35, 2**36)}
-    told |= {"get_device_properties": CARD, "memory_stats_as_nested_dict": held}
+    told |= {"get_device_properties": CARD, "get_device_name": CARD.name, "memory_stats_as_nested_dict": held}
     told |= dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), 2**20)
     told |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"))
     for name, value in told.items():

@@ -156,8 +156,7 @@ def come_of(made: Any) -> Any:
     if isinstance(made, nb.Pack):
         return len(made), float(np.sum(made.arrays["x"])), made.names
     rows = [(row["kind"], row["step"], row.get("loss"), row.get("val_loss")) for row in made.history.rows]
-    found = checkpoint.newest(made.folder)
-    return sorted((n, t.numpy().tobytes()) for n, t in found.tensors.items()), rows
+    return sorted((n, t.numpy().tobytes()) for n, t in checkpoint.newest(made.folder).tensors.items()), rows
 
 
 def prepared(root: Path, job: str) -> Path:
@@ -253,8 +252,7 @@ def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypat
                 assert set(tree(found).values()) <= {*FILES.values(), b""}
         except errors.NbtoolsError:
             assert not [path for path in (place / "out").rglob("*") if path.name == ".stage.json"]
-        after = {name for name in names(tmp_path) if not name.startswith(f"{number}/out")}
-        assert after == before
+        assert {name for name in names(tmp_path) if not name.startswith(f"{number}/out")} == before
         shutil.rmtree(place)
 
 

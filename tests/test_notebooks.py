@@ -152,8 +152,7 @@ def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(part, se
 @pytest.mark.parametrize("task", fresh.SAID)
 def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, machine_of_mine, capsys):
     assert len(with_data(f"{task}/2_train")["pack"]) > 0
-    said = capsys.readouterr().err
-    assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in said
+    assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in capsys.readouterr().err
 
 
 def test_shares_among_the_options_are_for_the_pack_and_not_for_the_check_before_it(machine_of_mine):

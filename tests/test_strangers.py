@@ -185,8 +185,7 @@ def test_8_two_losses_and_an_optimizer_of_ones_own():
             return torch.optim.RMSprop(groups, lr=plan.lr)
 
     pack = nb.pack(vectors())
-    run = nb.fit(Both, pack, plan(), run="runs/both")
-    assert nb.evaluate(run, pack)["accuracy"] > 0.9
+    assert nb.evaluate(nb.fit(Both, pack, plan(), run="runs/both"), pack)["accuracy"] > 0.9
 
 
 class Bert(nn.Module):
@@ -218,8 +217,7 @@ def test_10_random_transforms_and_no_copy():
         with pytest.raises(PackError, match="pass store=False: each epoch then reads the Dataset itself"):
             nb.pack(Flipped(), progress=False)
     pack = nb.pack(Flipped(), store=False)
-    run = nb.fit(nb.classify(Net), pack, plan(), run="runs/random")
-    assert nb.evaluate(run, pack)["accuracy"] > 0.9
+    assert nb.evaluate(nb.fit(nb.classify(Net), pack, plan(), run="runs/random"), pack)["accuracy"] > 0.9
 
 
 def test_11_few_of_one_class_folds_and_a_sweep():
@@ -230,8 +228,7 @@ def test_11_few_of_one_class_folds_and_a_sweep():
         for k, pack in enumerate(nb.pack(rare, folds=3)):
             weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0]))
             task = nb.classify(points, loss=weighted, metrics=["balanced_accuracy"])
-            run = nb.fit(task, pack, plan(lr=lr), run=f"runs/{lr}/{k}")
-            scores[lr, k] = run.best["val_balanced_accuracy"]
+            scores[lr, k] = nb.fit(task, pack, plan(lr=lr), run=f"runs/{lr}/{k}").best["val_balanced_accuracy"]
     assert all(scores[1e-2, k] > max(0.9, scores[1e-4, k]) for k in range(3))
     assert len(nb.runs("runs/0.01")) == 3
 

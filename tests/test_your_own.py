@@ -46,8 +46,7 @@ def test_a_folder_of_images_is_learned():
     for i, (image, name) in enumerate(own.images(450)):
         Path("shapes", name).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(Path("shapes", name, f"{i}.png"))
-    run = run_cell(CELLS["images"])["run"]
-    assert nb.evaluate(run, nb.pack("shapes"), "test")["accuracy"] >= 0.95
+    assert nb.evaluate(run_cell(CELLS["images"])["run"], nb.pack("shapes"), "test")["accuracy"] >= 0.95
 
 
 class Photos(Dataset):

@@ -29,7 +29,7 @@ from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.measure.advice import Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
 from nbtools.measure.finders import LATE, LrTrial, find_batch, lr_trial
-from nbtools.measure.machine import machine
+from nbtools.measure.machine import machine, matrix_rates
 from nbtools.measure.profile import Verdict, graph_change, verdict_of
 from nbtools.measure.receipt import comparable, preset
 from nbtools.measure.timing import EAGER, Clock, Stepper, finish, shapes, untouched, wall
@@ -47,7 +47,7 @@ FEW_STEPS = 3  # of warming up
 LONG = 1.0  # seconds of a step, of which a part is enough to compare on a GPU
 SHORT, FEW = 0.1, 4  # seconds of a step on a CPU that are enough to compare; samples of the first one
 BATCH_GAIN = 1.08  # of another batch over the rules': less is within the noise of two measurements
-BUSY = 1.5  # processes that want to run, times the cores, from which a CPU is contended
+BUSY, SHARED = 1.5, 0.83  # from so many processes a core, or below this share of the threads' time, a CPU is contended
 LAUNCHES = 1.2  # times what the device works that the host takes, from which graphs are tried
 WORDS = {"off": "float32", True: "channels_last", False: "channels_last=False"}
 COMPILED = 8  # lengths at most: each is compiled for itself, in a minute, and torch leaves further ones as they are
@@ -73,8 +73,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     key = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
     with suppress(OSError, ValueError):
         kept = dict(json.loads(path.read_text()))
-    given = kept.get(key, {}).get("seconds", LEAST)  # to the advice that is kept
-    if key in kept and (not measure or (seconds or 0.0) <= given):
+    if key in kept and (not measure or (seconds or 0.0) <= kept[key].get("seconds", LEAST)):
         advice = Advice.from_dict(kept[key], type(task.PLAN))
     elif measure:
         train.require_sizes(pack)
@@ -116,13 +115,25 @@ def search_plan(task: Task, pack: Pack, rules: Callable[[Choices], Advice], seco
             search.choose_batch()
         if search.device.type == "cuda":
             search.choose_graph_or_compiler()
-        torch.set_num_threads(1 if search.busy else threads)  # which would wait for each other
+        torch.set_num_threads(threads)
+        busy = search.cpu and contended(device)
+        torch.set_num_threads(1 if busy else threads)  # which would wait for each other
         verdict = search.guard()
         torch.set_num_threads(threads)
         trial = search.choose_epochs_and_lr(verdict)
     note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, where a reason says so."
-    note += search.note + " The guides are those of docs/guides.md."
+    note += " The machine was busy with other work: times are for one thread alongside it." * busy
+    note += " The guides are those of docs/guides.md."
     return dataclasses.replace(search.advice, note=note, ratios=search.ratios, lr_trial=trial, verdict=verdict)
+
+
+def contended(device: torch.device) -> bool:
+    """Return whether other processes take a CPU's time: by the load average, or by the share that all threads get in
+    half a second of matrix products. On two cores it was 0.92 to 0.99, beside one process 0.53 to 0.73 (n = 39)."""
+    begun, used = wall(), process_time()
+    matrix_rates(device, torch.float32, 0.5)
+    alone = (wall() - begun) * torch.get_num_threads()
+    return process_time() - used < SHARED * alone or os.getloadavg()[0] > BUSY * max(cores(), os.cpu_count() or 1)
 
 
 class Search:
@@ -132,9 +143,8 @@ class Search:
     def __init__(self, task: Task, pack: Pack, rules: Callable[[Choices], Advice], seconds: float | None):
         self.task, self.pack, self.rules, self.device = task, pack, rules, devices.pick()
         self.advice, self.fixed = rules({}), task.suggest(pack.card, self.device.type)
-        self.chosen, self.ratios, self.note = Choices(), dict[str, float](), ""
+        self.chosen, self.ratios = Choices(), dict[str, float]()
         self.cpu = self.device.type == "cpu"
-        self.busy = self.cpu and os.getloadavg()[0] > BUSY * max(cores(), os.cpu_count() or 1)
         self.clock: Clock = process_time if self.cpu else wall
         self.sample_s = SHORT / FEW if self.cpu else 1e-9  # until it is measured: on a GPU by a whole batch
         self.sample_s, self.evaluation_s, self.eager_s = self.first_steps(self.plan), 0.0, 0.0
@@ -225,8 +235,7 @@ class Search:
         return dict(sorted(changes.items(), key=lambda each: len(each[1])))  # time may end before the last
 
     def compare(self, changes: dict[str, dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-        """Return (name → seconds that the device works for a step: on CUDA by a trace, else the fastest of some steps
-        in turns; name → why it does not train)."""
+        """Return (name → seconds of a step on the device, by a trace or the fastest in turns; name → why it fails)."""
         costs, whys, steppers = dict[str, float](), dict[str, str](), dict[str, Stepper]()
         with self.until("precision") as clock:
             feed = None
@@ -290,8 +299,6 @@ class Search:
         """Train the plan in turns with the rules' own, which takes its place where that is faster, and the baseline, on
         a CPU parts of long steps. Return what a step of the plan consists of, None if there was no time."""
         rules, made = self.rules({}).plan, None
-        if self.busy:
-            self.note = " The machine was busy with other work: times are for one thread alongside it."
         with self.until("beside others") as deadline:
             seconds, short = deadline.left() / 6, deadline.left() / 32
             part = partial(self.part_of, step_s=short)

@@ -272,13 +272,11 @@ def scoring_batches(pack: Pack, plan: Plan, steps: int) -> list[np.ndarray]:
     ids, most = pack.ids("val"), max(LEAST_SCORED, int(SCORED_SHARE * steps * plan.batch_size))
     if len(ids) > most:
         ids = ids[np.linspace(0, len(ids) - 1, most).round().astype(int)]
-    part = min(max(1, len(ids) // CHUNKS), plan.batch_size)
-    return in_order(ids, lengths_of(pack, ids), part) if len(ids) else []
+    return in_order(ids, lengths_of(pack, ids), min(max(1, len(ids) // CHUNKS), plan.batch_size)) if len(ids) else []
 
 
 def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndarray | None:
-    """Train so many steps under the whole schedule; return the losses of the parts of the validation samples, or of the
-    last steps; None if one is no number."""
+    """Train so many steps of the whole schedule; return losses of the validation parts or last steps; None for NaN."""
     whole, rest = divmod(steps, batches_in(stepper.pack.splits["train"], stepper.plan.batch_size))
     part = sum(map(len, epoch_batches(stepper.pack, stepper.plan, whole)[:rest]))
     stepper.state.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs

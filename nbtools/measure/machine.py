@@ -98,8 +98,7 @@ def cell(write: Callable[[Any], str], *values: Any) -> str | None:
 
 
 class Gpus(show.Table, list[Gpu]):
-    """The GPUs of this machine; shows as a table. Empty without NVIDIA. note: driver, or why there is none; processor,
-    cores, and what is free of RAM and disk."""
+    """The GPUs of this machine, a table; empty without NVIDIA. note: driver or why none; processor, RAM and disk."""
 
     note = ""
 
@@ -175,9 +174,8 @@ def readings(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 class Sampler:
-    """Reads the GPU of a run in the background once a second, inside its `with`. latest: columns of a history row,
-    memory in MiB, utilisation in %, power in W, energy in Wh since sampling began; what is unknown is absent, and
-    without NVIDIA all of it is None."""
+    """Reads the GPU of a run once a second, inside its `with`. latest: columns of a history row, memory in MiB,
+    utilisation in %, power in W, energy in Wh since it began; what is unknown is absent; without NVIDIA None."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -128,8 +128,7 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
     guided = rung(GUIDE, trials[GUIDE], rungs[0], pack) if GUIDE in trials else None
     if device.type == "cpu":
         more.append("No GPU: the gain from mixed precision, larger batches and data kept on a GPU was not measured")
-    samples = plan.epochs * pack.splits["train"]
-    return Receipt(tuple(rungs), guided, machine(), (*notes, *more), samples)
+    return Receipt(tuple(rungs), guided, machine(), (*notes, *more), plan.epochs * pack.splits["train"])
 
 
 def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) -> tuple[dict[str, Trial], list[str]]:

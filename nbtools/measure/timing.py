@@ -238,8 +238,7 @@ def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
 
 def shapes(pack: Pack, plan: Plan) -> int:
     """Return how many different shapes an epoch's batches have, as they are padded."""
-    lengths = Padding(pack, plan).of(pack, epoch_batches(pack, plan))
-    return len(set(zip(*lengths.values(), strict=True))) or 1
+    return len(set(zip(*Padding(pack, plan).of(pack, epoch_batches(pack, plan)).values(), strict=True))) or 1
 
 
 def typical(pack: Pack, plan: Plan, number: int = 1) -> tuple[list[np.ndarray], float]:

@@ -38,8 +38,7 @@ def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timin
 
 
 def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
-    """Train each for a while, round after round, for about `seconds` in all: at least three rounds, but one where these
-    would take more than twice as long."""
+    """Train each in rounds for about `seconds` in all: at least three, but one where these take more than twice it."""
     clock = steppers[0].clock
     start, each = clock(), seconds / ROUNDS / len(steppers)
     for number in range(ROUNDS):

@@ -97,8 +97,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         with disk.explained("reading the index", path):
             index = disk.from_json(path.read_text()) if disk.exists(path) else {}
     except ValueError as error:
-        fix = "restore it from the kept copy, or delete it and train again"
-        raise CheckpointError(f"{path}: {error}; {fix}") from None
+        raise CheckpointError(f"{path}: {error}; restore it from the kept copy, or delete it and train again") from None
     if index.get("version", VERSION) != VERSION:
         made = f"{path}: this run was made by nbtools {index.get('nbtools', '0.1')} in another format"
         raise CheckpointError(f"{made}; open it with that version, or train again in another folder")

@@ -197,8 +197,7 @@ def values_like(outputs: Any, shape: Sequence[int]) -> Tensor:
 
 
 def top(count: int, logits: Tensor, y: Tensor) -> Pair:
-    best = logits.topk(min(count, logits.shape[1]), 1).indices
-    return (best == y[:, None]).any(1).sum(), y.numel()
+    return (logits.topk(min(count, logits.shape[1]), 1).indices == y[:, None]).any(1).sum(), y.numel()
 
 
 def per_class(logits: Tensor, y: Tensor, f1: bool) -> Pair:

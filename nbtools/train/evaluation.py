@@ -99,9 +99,8 @@ def losses(task: Task, model: nn.Module, raws: Iterable[Batch], plan: Plan) -> n
 def score_split(
     task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
 ) -> Iterator[int]:
-    """Add loss and metrics of a split to sums, of several ranks in turns; yields after every batch how many samples it
-    had. At most `plan.eval_samples`, always the same ones, evenly spaced. Raises TrainError if the split is empty, and
-    where memory ends."""
+    """Add loss and metrics of a split to sums, of several ranks in turns; yield after each batch how many samples it
+    had. At most `plan.eval_samples`, evenly spaced. Raises TrainError if the split is empty, and where memory ends."""
     ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)

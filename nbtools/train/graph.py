@@ -2,10 +2,11 @@
 
 A graph repeats its kernels on the same memory, so the raw batch, the keys of random numbers and lr lie in tensors that
 are written before each replay, and the first replay has to give what the same step gave eagerly. A capture that fails
-may end the process (pytorch#180395), so a child process tries one first.
+may end the process (pytorch#180395): a child process tries a small one first, and a file tells of a step that did.
 """
 
 import gc
+import hashlib
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -44,16 +46,16 @@ class Graphs:
     why, or "". replayed: how many steps were."""
 
     def __init__(self, device: torch.device, events: list[str]):
-        self.recorder, self.events, self.off, self.replayed = Recorder(device), events, "", 0
+        self.recorder, self.device, self.events, self.off, self.replayed = Recorder(device), device, events, "", 0
         index = torch.empty(0, device=device).device.index  # also of a device without its number
         self.numbers = torch.default_generator if index is None else torch.cuda.default_generators[index]
         self.clear()
         if why := uncapturable(device):
             self.give_up(why)
 
-    def step(self, raw: Batch, size: int, act: Act, written: Callable[[], list[Tensor]]) -> Sums:
-        """Return act(raw), a step: replayed where such a step is recorded; the next one overwrites its result then.
-        size: of a whole batch. act reads what else may change, such as lr, in tensors; written: those it changes."""
+    def step(self, raw: Batch, size: int, act: Act, written: Callable[[], list[Tensor]], kind: object) -> Sums:
+        """Return act(raw), replayed where such a step is recorded: the next one then overwrites the result. size: of a
+        whole batch; kind: of step, beside shapes. act reads what else changes, as lr, in tensors; written: its own."""
         shapes = tuple(tensor.shape for tensor in raw.values())
         if shapes in self.recorded:
             inputs, replay, sums = self.recorded[shapes]
@@ -63,10 +65,12 @@ class Graphs:
             return sums
         self.seen[shapes] += len(raw["id"]) == size
         if self.seen[shapes] == WARM_UP + 1 and len(self.recorded) < MOST_GRAPHS:
-            return self.first(raw, act, written(), shapes)
+            if not (tried := record_of(self.device, kind, shapes)).exists():
+                return self.first(raw, act, written(), shapes, tried)
+            self.give_up(f"an earlier capture of this step ended its process (remove {tried} to try again)")
         return self.recorder.run(partial(act, raw))
 
-    def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...]) -> Sums:
+    def first(self, raw: Batch, act: Act, written: list[Tensor], shapes: tuple[torch.Size, ...], tried: Path) -> Sums:
         """Return an eager step, then recorded and replayed from where it began. Where that gives something else, or
         fails, the eager one counts, and no step is recorded any more; nor where the host waits in it: a capture that
         fails for that leaves the allocator believing in one."""
@@ -78,6 +82,7 @@ class Graphs:
             why = why or "the host draws random numbers in it"
         try:
             if before is not None and not why:
+                disk.write_atomic(tried, "a step is being captured")  # what stays where that ends the process
                 after, inputs = self.copy(written), {name: tensor.clone() for name, tensor in raw.items()}
                 replay, sums = self.recorder.capture(partial(act, inputs))
                 self.restore(written, before)
@@ -87,10 +92,12 @@ class Graphs:
                     return sums
                 self.restore(written, after)
                 why = "a replayed step gives a different result: it depends on what the host does in it"
-        except RuntimeError as error:  # all of CUDA's, and that memory ran out
+        except (RuntimeError, OSError) as error:  # all of CUDA's, that memory ran out, and the disk's
             why = str(error).split("\n")[0]
             if after:  # the replay may have failed
                 self.restore(written, after)
+        finally:
+            tried.unlink(missing_ok=True)
         self.give_up(why)
         return eager
 
@@ -185,11 +192,7 @@ def synchronizing(act: Callable[[], T]) -> tuple[T, list[str]]:
 def uncapturable(device: torch.device) -> str:
     """Return why nothing may be captured in this process; "" once a child process has captured and replayed a small
     forward and backward pass on this GPU with these versions, which the cache keeps."""
-    if device.type != "cuda":
-        return ""
-    versions = torch.__version__, getattr(torch._C, "_cuda_getDriverVersion", int)(), torch.cuda.get_device_name(device)
-    path = data.cache() / "captured" / ", ".join(map(str, (torch.version.cuda, *versions))).replace("/", "-")
-    if not path.exists():
+    if device.type == "cuda" and not (path := record_of(device)).exists():
         command = [sys.executable, "-c", CHILD, str(device.index or 0)]
         try:
             subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
@@ -198,3 +201,10 @@ def uncapturable(device: torch.device) -> str:
             return f"a trial in a child process failed: {(said.strip() or str(error)).splitlines()[-1]}"
         disk.write_atomic(path, "captured and replayed")
     return ""
+
+
+def record_of(device: torch.device, *step: object) -> Path:
+    """Return the file about captures on this GPU with these versions: of that in a child process, or of a step's."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    parts = torch.version.cuda, torch.__version__, getattr(torch._C, "_cuda_getDriverVersion", int)(), name, step
+    return data.cache() / "captured" / hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

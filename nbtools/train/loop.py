@@ -144,8 +144,7 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     state.ranks.align(state.evaluated.buffers())
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
         yield state.record("evaluating")
-    values = {f"val_{name}": value for name, value in sums.read().items()}
-    return {**values, "eval_time": perf_counter() - start}
+    return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
 
 
 def obey(task: TaskLike, state: TrainState, pack: Pack) -> None:

@@ -150,8 +150,7 @@ class Meter:
     def epoch(self, samples: int) -> dict[str, Any]:
         """Return loss, speed and memory of an epoch of so many samples, and begin the next one. Waits."""
         self.timed(self.watch.spans)
-        times = self.seconds, self.waited
-        values = averages("train_loss", float(self.loss), float(self.count), samples, times)
+        values = averages("train_loss", float(self.loss), float(self.count), samples, (self.seconds, self.waited))
         values |= {"epoch_time": self.seconds, "wall": self.watch.wall}
         if self.device.type == "cuda":
             values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20

@@ -127,8 +127,7 @@ class Plan(Settings):
         micro = self.micro_batch_size and min(self.micro_batch_size, resized.batch_size)
         share = 1.0 if self.warmup_epochs <= resized.epochs else resized.epochs / self.epochs
         lowered = {"min_lr": min(self.min_lr, lr), "warmup_epochs": min(self.warmup_epochs * share, resized.epochs)}
-        follow = {"micro_batch_size": micro, "lr": lr, **lowered}
-        new = resized.replace(**{**follow, **settings})
+        new = resized.replace(**{"micro_batch_size": micro, "lr": lr, **lowered, **settings})
         return new.marked(self._advised.difference(settings, new.changes_from(self)))
 
     def marked(self, advised: Iterable[str]) -> Self:
@@ -189,8 +188,7 @@ class Plan(Settings):
         return always if resumed else {**always, **dict.fromkeys(AT_START, at_start)}
 
     def refuse_fixed(self, old: "Plan", resumed: bool = False) -> None:
-        """Raise TrainError where this plan changes a setting of a started run that cannot change. resumed: those of
-        AT_START may."""
+        """Raise TrainError where this plan changes what a started run cannot; resumed: settings of AT_START may."""
         differing = self.changes_from(old)
         for name in self.fixed_settings(resumed):
             if name in differing:
@@ -278,8 +276,7 @@ def require_known(what: str, name: str, known: Collection[str], kind: type[Nbtoo
 
 
 def similar(name: str, known: Collection[str]) -> list[str]:
-    """Return the known names that are meant by one that is not: what is called so elsewhere, else the most similar
-    ones, else those with a word in common."""
+    """Return the known names that another may mean: what others call so, else similar ones, else of a shared word."""
     alike = [each for each in known if name in ELSEWHERE.get(each, "").split()]
     words = [each for each in known if {*name.split("_")} & {*each.split("_")}]
     return alike or difflib.get_close_matches(name, known, n=3) or words[:3]

@@ -90,8 +90,7 @@ class Ranks:
 
     def share(self, ids: np.ndarray) -> np.ndarray:
         """Return this rank's share of a batch."""
-        shares = self.shares(len(ids))
-        return np.array_split(ids, shares)[self.rank % shares]
+        return np.array_split(ids, shares := self.shares(len(ids)))[self.rank % shares]
 
     def seed(self, *numbers: int) -> None:
         """Give all ranks but the first random numbers that follow from these, so that no checkpoint keeps them."""

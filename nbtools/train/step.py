@@ -84,7 +84,8 @@ def replay(state: TrainState, graphs: Graphs, raw: Batch) -> Sums:
         return [*(tensor for model in models for tensor in tensors(model)), *moments]
 
     state.keys.of(state.applied.seed, state.epoch)
-    return graphs.step(raw, state.applied.batch_size, whole, written)
+    kind = state.task, state.model, state.applied.amp, state.applied.channels_last
+    return graphs.step(raw, state.applied.batch_size, whole, written, kind)
 
 
 def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
@@ -144,8 +145,7 @@ def update(state: TrainState) -> None:
 def set_lr(state: TrainState, size: int) -> None:
     """Set the lr of a step of so many samples: that of its middle, so that a warmup rises and a cosine ends with 0."""
     groups = state.optimizer.param_groups
-    progress = (state.samples + size / 2) / state.epoch_size
-    lr = state.applied.lr_at(progress, state.best.drops, state.schedule)
+    lr = state.applied.lr_at((state.samples + size / 2) / state.epoch_size, state.best.drops, state.schedule)
     for group in groups:
         if isinstance(group["lr"], Tensor):  # where a CUDA graph reads it
             group["lr"].fill_(lr * group["lr_scale"])

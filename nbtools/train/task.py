@@ -234,8 +234,7 @@ def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
         fix = "name the parameters after the columns, or take the whole dict: forward(self, batch)"
         raise TrainError(f"{start}({', '.join(required)}): {came}; {fix}")
     named = Parameter.VAR_POSITIONAL not in kinds or (len(inputs) > 1 and "x1" not in inputs)  # no tuple's parts
-    by_name = Parameter.VAR_KEYWORD in kinds and named
-    return tuple(columns or inputs), bool(columns) or by_name
+    return tuple(columns or inputs), bool(columns) or (Parameter.VAR_KEYWORD in kinds and named)
 
 
 def pass_columns(columns: tuple[str, ...], by_name: bool, module: nn.Module, given: Any, named: Any) -> Any:

@@ -4,6 +4,7 @@ waits for the device, and the figures are those of a clock."""
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cases import CASES, LEAN, run
 
 import nbtools as nb
 from nbtools.data import gather, on
-from nbtools.measure import Stepper, check, find_batch, untouched
+from nbtools.measure import Stepper, check, find_batch, timed, untouched
 from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
 
@@ -42,8 +43,7 @@ def require_same(found, expected, again):
 @pytest.mark.parametrize("name", LEAN)
 def test_streamed_and_resident_batches_evaluated_or_not_make_one_run(name, packs, device):
     resident, again = (trained(name, packs(name), device, feed="resident") for _ in range(2))
-    streamed = trained(name, packs(name), device, evaluating=True, feed="streamed")
-    require_same(streamed, resident, again)
+    require_same(trained(name, packs(name), device, evaluating=True, feed="streamed"), resident, again)
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -82,8 +82,7 @@ def test_nothing_in_a_step_waits_for_the_device(name, amp, packs, device):
 
 def test_the_loop_waits_at_its_own_reads_only(tmp_path, device):
     pack = toy.make_pack(tmp_path)
-    state = TrainState(toy, pack, toy.PLAN.replace(epochs=2, batch_size=16))
-    records = train(toy, state, pack)
+    records = train(toy, TrainState(toy, pack, toy.PLAN.replace(epochs=2, batch_size=16)), pack)
     for _ in range(5):
         next(records)
     _, lines = synchronizing(lambda: [record for record in records if record.kind == "step"])
@@ -165,7 +164,7 @@ def test_memory_is_predicted_and_given_back(name, packs, gpu):
 
 @pytest.mark.parametrize(("graph", "watcher"), [(False, 0.0), (True, 0.0), (False, 0.005)])
 def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, watcher, packs, device):
-    """A watcher that takes 5 ms a step is in `wall` alone where the device has work for them."""
+    """And `timed` within five of them. A watcher of 5 ms a step is in `wall` alone where the device has work for it."""
     name, dry = ("captcha small", True) if device.type == "cpu" else ("captcha guide", False)
     pack = packs(name, 48 if dry else 12_000)
     plan = CASES[name].plan.replace(epochs=4, eval_every=4, batch_size=8 if dry else 256, graph=graph)
@@ -187,6 +186,27 @@ def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, wat
         assert wall == pytest.approx(clock, rel=0.03)
         assert steps <= 1.03 * clock
         assert dry or watcher or steps == pytest.approx(clock, rel=0.03)
+    if not watcher:
+        timing = timed(CASES[name].task, pack, plan, seconds=0.1 if dry else 3.0)
+        print("samples/s:", timing)
+        expected = pack.splits["train"] / median(reported[:-1])
+        assert dry or timing.samples_per_s == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "count", "size"), [("captcha guide", 12_000, 256), ("sign transformer", 240, 32)])
+def test_the_cost_of_deterministic_convolutions_is_printed(name, count, size, packs, gpu, monkeypatch, capsys):
+    """For a person to decide by: `cudnn.deterministic` is to be the default where the GPU works 2 % longer at most."""
+    plan, took = CASES[name].plan.replace(amp="bf16", channels_last=True, batch_size=size), []
+    with untouched(gpu):
+        stepper = Stepper(CASES[name].task, packs(name, count), plan, gpu).warm_up()
+        for turn in range(12):
+            monkeypatch.setattr(torch.backends.cudnn, "deterministic", turn % 2 == 1)
+            stepper.advance(steps=3)  # the first of these chooses kernels
+            took.append(stepper.device_s())
+    ratios = [after / before for before, after in zip(took[2::2], took[3::2], strict=True)]
+    with capsys.disabled():
+        print(f"\n{name}: {median(ratios):.3f}× by cudnn.deterministic ({min(ratios):.3f}–{max(ratios):.3f})")
+    assert np.isfinite([*ratios, float(stepper.loss)]).all()
 
 
 def test_each_format_is_measured_and_torch_is_left_as_it_was(device):

@@ -24,8 +24,7 @@ WHOLE = {form: archived(FILES, form) for form in FORMS}
 
 
 def extracted(place: Path, data: bytes) -> dict[str, bytes]:
-    path = put(place / "some.archive", data)
-    assert nb.stage(path, place / "inside", progress=False).is_dir()
+    assert nb.stage(put(place / "some.archive", data), place / "inside", progress=False).is_dir()
     [root] = [found for found in (place / "inside").iterdir() if found.suffix != ".part"]
     return {name.partition("/")[2]: content for name, content in tree(root).items() if not name.startswith(".stage")}
 

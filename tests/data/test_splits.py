@@ -100,8 +100,7 @@ def test_a_table_in_another_order_has_its_rows_in_the_same_splits(place):
 
 
 def test_each_class_is_divided_by_the_shares(place):
-    rare = "a" * 13 + "b" * 6 + "c"
-    made = drawn(place, 200, val=0.1, test=0.2, classes=rare, exact=True)
+    made = drawn(place, 200, val=0.1, test=0.2, classes="a" * 13 + "b" * 6 + "c", exact=True)
     assert made.splits == {"train": 140, "val": 20, "test": 40}
     counts = {split: Counter(made.classes[made.arrays["y"][i]] for i in made.ids(split)) for split in SPLITS}
     assert counts["test"] == {"a": 26, "b": 12, "c": 2}

@@ -240,8 +240,7 @@ def test_tensorboard_shows_the_rows_of_the_history_each_once_after_a_crash_and_a
     with pytest.raises(ZeroDivisionError):
         nb.fit(acting({STEPS + 3: lambda: 1 / 0}), pack, PLAN, folder, log="tensorboard", **QUIET)
     assert scalars("step/loss")[-1][0] > last_step(folder), "rows that the next start repeats"
-    ruins = acting({4: asking(folder, force=True, lr=1000.0)})
-    run = nb.fit(ruins, pack, PLAN, folder, log="tensorboard", **QUIET)
+    run = nb.fit(acting({4: asking(folder, force=True, lr=1000.0)}), pack, PLAN, folder, log="tensorboard", **QUIET)
     assert "Training diverged after lr 0.01 → 1000" in " ".join(run.events)
     for kind in ("step", "epoch"):
         for name in ("lr", "loss" if kind == "step" else "val_loss"):

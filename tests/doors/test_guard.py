@@ -143,8 +143,7 @@ def test_weights_that_diverged_are_not_the_best_though_they_score_best(pack, fol
     """A metric that grows with the loss, and a change between the last log step and the epoch's evaluation."""
     whole = nb.fit(acting({}, BEST="loss"), pack, PLAN, tmp_path / "untouched", **QUIET)
     steps = untouched.history.of("epoch")[0]["step"]
-    task = acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss")
-    run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    run = nb.fit(acting({steps - 1: asking(folder, force=True, lr=1000)}, BEST="loss"), pack, PLAN, folder, **QUIET)
     assert f"undone; back at step {steps - 1}" in " ".join(run.events)
     assert run.best["epoch"] == whole.best["epoch"]
     assert same(run, whole)

@@ -89,8 +89,7 @@ def test_a_report_shows_by_itself_with_what_is_confused_and_pictures_of_the_wors
 
 def test_a_report_on_texts_counts_which_character_was_read_as_which(tmp_path):
     pack = captcha.pack(captcha.demo(tmp_path / "raw", 40, length=(2, 6)), layout="lines", progress=False)
-    plan = captcha.PLAN.replace(network="ctc", amp="off")
-    run = a_run(captcha, pack, plan, tmp_path / "run")
+    run = a_run(captcha, pack, captcha.PLAN.replace(network="ctc", amp="off"), tmp_path / "run")
     values, report = nb.evaluate(run, pack, "train"), run.report(pack, "train")
     assert float(report.about.split("CER ")[1]) == pytest.approx(values["cer"], rel=0.01)
     assert report.worst["right"].is_monotonic_increasing
@@ -133,8 +132,7 @@ def test_a_task_of_ones_own_says_what_is_right_else_the_refusal_names_the_functi
         run.report(pack)
     known = toy.with_(text_of=lambda pack, i: pack.classes[int(pack.sample(i)["label"][0])])
     report = nb.Run.open(run.folder, known).report(pack)
-    accuracy = nb.evaluate(run, pack)["accuracy"]
-    assert report.table.loc["weighted mean", "recall"] == pytest.approx(accuracy)
+    assert report.table.loc["weighted mean", "recall"] == pytest.approx(nb.evaluate(run, pack)["accuracy"])
     read, first = {"decode": lambda outputs, card: ["x\ufffd"] * len(outputs)}, pack.ids("test")[0]
     texts = toy.with_(text_of=lambda pack, i: "a" if i == first else "x\ufffd", **read)
     report, others = nb.Run.open(run.folder, texts).report(pack), pack.splits["test"] - 1
@@ -309,8 +307,7 @@ def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated
     other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
     assert "have different tasks, or were validated on different data" in nb.compare(runs[0], other).conclusion
     checkpoint.mark(copy := shutil.copytree(runs[0].folder, tmp_path / "empty"), best=None)
-    compared = nb.compare(runs[0], copy)
-    assert compared.conclusion == "No best run: fewer than two have been evaluated."
+    assert nb.compare(runs[0], copy).conclusion == "No best run: fewer than two have been evaluated."
 
 
 def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, capsys):

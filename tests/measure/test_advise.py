@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from time import perf_counter
+from time import perf_counter, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from simulated import Job
 from torch import nn
 
 import nbtools as nb
-from nbtools.data import Card, Column, open_feed
+from nbtools.data import Card, Column, cores, open_feed
 from nbtools.measure import Machine, Stepper, advisor, decide, profile
 from nbtools.measure.turns import Deadline, Trial, objection
 from nbtools.show import timing
@@ -306,6 +306,21 @@ def test_a_busy_machine_makes_the_same_plan_in_time(tmp_path, monkeypatch):
     assert [[getattr(each.plan, name) for name in SPEED] for each in advices] == 2 * [["bf16", False, 16, False]]
     assert ["was busy with other work: times are for one thread" in each.note for each in advices] == [False, True]
     assert (used, threads[-1]) == ([2, 1], 2)
+
+
+def test_a_single_process_beside_two_threads_is_noticed_of_which_the_load_average_tells_nothing(monkeypatch):
+    """And so is one for every two of more cores."""
+    monkeypatch.setattr("os.getloadavg", lambda: 3 * (0.0,))
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(max(cores() // 2, 1))]
+    try:
+        torch.set_num_threads(max(cores(), 2))
+        sleep(0.5)  # until they run
+        assert advisor.contended(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(1)
+        any(hog.kill() for hog in hogs)
+    monkeypatch.setattr(advisor, "process_time", lambda: 2 * perf_counter())
+    assert not advisor.contended(torch.device("cpu"))
 
 
 def test_a_part_of_the_search_ends_by_the_wall_where_the_processors_clock_stands_still(monkeypatch):

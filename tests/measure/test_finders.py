@@ -242,8 +242,7 @@ def test_a_search_ends_in_time_and_says_what_ended_it(pack, monkeypatch):
     cut = found(pack, job := Job(fixed=0.1, a_sample=0.01), clock=Deadline(4.0, clock=lambda: job.now))
     assert cut.ended == "time ran out"
     assert 1 <= len(cut.rows) < len(found(pack, Job(fixed=0.1, a_sample=0.01)).rows)
-    flat = found(pack, Job(fixed=0.001, a_sample=0.1))
-    assert "throughput no longer rises" in str(flat)
+    assert "throughput no longer rises" in str(found(pack, Job(fixed=0.001, a_sample=0.1)))
     capped = found(pack, Job(fixed=100.0), seconds=1e6, most=6)
     assert max(row.batch_size for row in capped.rows) == 6
     assert "no larger one was timed: 6 samples were the largest size to try" in str(capped)

@@ -32,8 +32,7 @@ def test_a_higher_z_order_covers_so_holes_can_be_drawn(tmp_path):
     np.testing.assert_array_equal(made.sample(0)["label"], 1 - SQUARE)
     assert made.classes == ["background", "shirt", "shoe"], "the background is the first class, named or not"
     assert packed(xml(tmp_path / "more", TRIANGLE)).classes == made.classes
-    ignored = sole(source, ignore=["shirt"])["label"]
-    np.testing.assert_array_equal(ignored, np.where(SQUARE, 0, 255))
+    np.testing.assert_array_equal(sole(source, ignore=["shirt"])["label"], np.where(SQUARE, 0, 255))
 
 
 def test_the_class_that_no_shape_covers_must_be_named_and_may_be_left_out(tmp_path):
@@ -92,8 +91,7 @@ def test_the_file_of_one_task_has_its_subset_above_the_images_and_skeletons_are_
 )
 def test_names_lead_to_no_file_outside_the_source_and_an_image_is_annotated_once(tmp_path, name, rule):
     saved(tmp_path / "secret.png", photo())
-    another = f'</image><image id="1" name="{name}" width="{W}" height="{H}">'
-    source = xml(tmp_path / "raw", TRIANGLE + another)
+    source = xml(tmp_path / "raw", TRIANGLE + f'</image><image id="1" name="{name}" width="{W}" height="{H}">')
     [row] = [row for row in checked(source).rows if row.severity == ERROR]
     assert (row.file, row.rule) == ("annotations.xml", rule)
     assert packed(source, val=0, test=0).names == ["a.png"]

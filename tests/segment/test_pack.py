@@ -77,8 +77,7 @@ def test_four_channels_keep_transparency_and_three_lie_on_white(tmp_path):
     clear[..., 3] = np.where(np.arange(W) < W // 2, 0, 255)
     source = pair(tmp_path / "raw", clear, ids())
     np.testing.assert_array_equal(sole(source, channels=4)["image"], clear)
-    on_white = np.where(clear[..., 3:] == 0, 255, clear[..., :3])
-    np.testing.assert_array_equal(sole(source, channels=3)["image"], on_white)
+    np.testing.assert_array_equal(sole(source, channels=3)["image"], np.where(clear[..., 3:] == 0, 255, clear[..., :3]))
 
 
 NO_IDS = "a mask must have one channel of ids, stored without loss"

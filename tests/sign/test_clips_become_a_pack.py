@@ -284,8 +284,7 @@ def test_demo_clips_are_valid_val_signers_never_train_and_every_gloss_comes_equa
     assert set(signers["train"]).isdisjoint(signers["val"])
     assert {split: len(names) for split, names in signers.items()} == {"train": 50, "val": 10}
     assert made.splits == {"train": 50, "val": 10, "test": 0}
-    labels = made.arrays["label"][made.ids("train"), 0]
-    assert {*np.bincount(labels)} == {12, 13}
+    assert {*np.bincount(made.arrays["label"][made.ids("train"), 0])} == {12, 13}
     assert made.options["categories"] == ["greeting", "survival"]
 
 

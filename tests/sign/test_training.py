@@ -28,8 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_cache")
 
 def PACK(folder: Path) -> Pack:
     """14 of 24 clips train; frames, hands and faces are missing here and there."""
-    raw = sign.demo(folder, 24, glosses=6, categories=3, features=True, frames=(10, 16))
-    return sign.pack(raw, progress=False)
+    return sign.pack(sign.demo(folder, 24, glosses=6, categories=3, features=True, frames=(10, 16)), progress=False)
 
 
 @pytest.fixture

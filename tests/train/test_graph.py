@@ -25,7 +25,7 @@ PLAN = toy.PLAN.replace(graph=True, ema=0.9)
 
 
 @pytest.fixture(autouse=True)
-def taped(monkeypatch):
+def taped(monkeypatch, own_cache):
     monkeypatch.setattr(device, "GRAPH_DEVICES", ("cpu",))
     monkeypatch.setattr(graph, "Recorder", Tape)
     monkeypatch.setattr(graph, "synchronizing", synchronizing)
@@ -166,6 +166,25 @@ def test_where_recording_fails_the_run_goes_on_eagerly_with_a_sentence_and_no_st
         assert same(state, telling(toy.with_(loss=loss), pack)[1])
 
 
+def test_a_step_whose_capture_ended_the_process_before_stays_eager_and_others_do_not(pack, tmp_path, monkeypatch):
+    tried = set()
+
+    class Seen(Tape):
+        def capture(self, act):
+            tried.update((tmp_path / "cache" / "captured").iterdir())
+            return super().capture(act)
+
+    monkeypatch.setattr(graph, "Recorder", Seen)
+    assert telling(toy, pack)[1].graphs.replayed
+    [path] = tried
+    assert not path.exists(), "this process goes on"
+    path.touch()
+    told, state = telling(toy, pack)
+    why = f"an earlier capture of this step ended its process (remove {path} to try again)"
+    assert (told, state.graphs.replayed) == ([f"graph off: {why}; each kernel is launched by the host"], 0)
+    assert telling(toy, pack, PLAN.replace(amp="bf16"))[1].graphs.replayed
+
+
 def test_out_of_memory_halves_the_batch_and_its_steps_are_recorded_anew(pack):
     def hungry(model, batch, plan):
         if isinstance(model, torch.nn.Module) and 4 < len(batch["x"]) < PLAN.batch_size:  # an epoch's last batch
@@ -202,7 +221,6 @@ CHILDREN = {
 }
 
 
-@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("name", CHILDREN)
 def test_a_child_process_tries_a_capture_first_until_one_succeeds_with_these_versions(name, tmp_path, monkeypatch):
     does, why = CHILDREN[name]

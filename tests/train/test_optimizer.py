@@ -68,8 +68,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_an_own_optimizer_or_schedule_learns_and_the_history_has_its_lr(pack, tmp_path, name):
-    task = nb.classify(points, **GIVEN[name])
-    run = nb.fit(task, pack, PLAN, tmp_path / "run", **QUIET)
+    run = nb.fit(nb.classify(points, **GIVEN[name]), pack, PLAN, tmp_path / "run", **QUIET)
     assert run.best["val_loss"] < 0.9 * run.history.of("epoch")[0]["val_loss"]
     shape = one_cycle(PLAN) if "schedule" in GIVEN[name] else lambda t: 1.0
     count = pack.splits["train"]

@@ -81,8 +81,7 @@ def test_a_network_never_gets_the_target_for_an_input_of_its_name(tmp_path):
     items = [(pair[:1], pair[1:], "less" if pair[0] < pair[1] else "more") for pair in drawn]
     pack = nb.pack(items, target=2, into=tmp_path / "pack", progress=False)
     assert list(pack.options["inputs"]) == ["x1", "x2"]
-    state = nb.TrainState(nb.classify(Pair(2, 2)), pack, nb.Plan())
-    assert nb.evaluate(state, pack, "train")["loss"] > 0
+    assert nb.evaluate(nb.TrainState(nb.classify(Pair(2, 2)), pack, nb.Plan()), pack, "train")["loss"] > 0
 
 
 def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, packs):

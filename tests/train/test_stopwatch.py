@@ -152,8 +152,7 @@ def test_rows_and_measurements_tell_how_long_the_device_waits_for_data(large, si
     monkeypatch.setattr("nbtools.measure.timing.finish", lambda *_: where.wait())
     plan, feed = toy.PLAN.replace(epochs=1, batch_size=BATCH), feed_of(large, where)
     turn = Stepper(task, large, plan, torch.device("cpu"), feed, where.clock).warm_up().advance(steps=20)
-    state = nb.TrainState(task, large, plan, "cpu")
-    [row] = [r for r in nb.train(task, state, large, feed) if r.kind == "epoch"]
+    [row] = [r for r in nb.train(task, nb.TrainState(task, large, plan, "cpu"), large, feed) if r.kind == "epoch"]
     assert row.values["samples_per_s"] == pytest.approx(BATCH / max(0.011, 0.0067 + loading), rel=0.06)
     assert row.values["data_wait"] == pytest.approx(share, abs=0.02)
     assert turn.samples_per_s == pytest.approx(row.values["samples_per_s"], rel=0.05)

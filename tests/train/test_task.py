@@ -61,8 +61,7 @@ def test_what_two_functions_leave_out_has_its_default(pack):
     assert (task.BEST, task.part(pack, nb.Plan())) == ("-loss", pack)
     assert task.batch({"x": x}, nb.Plan(), None) == {"x": x}
     assert task.metrics(x, {}) == {} == task.suggest(pack.card, "cpu")
-    read_again = dataclasses.replace(pack.card, options={"stored": False})
-    assert task.suggest(read_again, "cpu")["feed"][0] == "workers"
+    assert task.suggest(dataclasses.replace(pack.card, options={"stored": False}), "cpu")["feed"][0] == "workers"
     assert torch.equal(task.decode(x, pack.card)[1], x[1])
 
 
