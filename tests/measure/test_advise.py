@@ -8,7 +8,7 @@ import math
 import re
 import subprocess
 import sys
-from time import perf_counter, sleep
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -308,18 +308,21 @@ def test_a_busy_machine_makes_the_same_plan_in_time(tmp_path, monkeypatch):
     assert (used, threads[-1]) == ([2, 1], 2)
 
 
-def test_a_single_process_beside_two_threads_is_noticed_of_which_the_load_average_tells_nothing(monkeypatch):
-    """And so is one for every two of more cores."""
-    monkeypatch.setattr("os.getloadavg", lambda: 3 * (0.0,))
+CONTENDED = f"""import os, torch
+from nbtools.measure import advisor
+os.getloadavg = lambda: (0.0,) * 3
+torch.set_num_threads({max(cores(), 2)})  # in this process: what uses threads cannot be forked
+assert advisor.contended(torch.device("cpu"))"""
+
+
+def test_a_process_for_every_two_threads_is_noticed_of_which_the_load_average_tells_nothing(monkeypatch):
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(max(cores() // 2, 1))]
     try:
-        torch.set_num_threads(max(cores(), 2))
-        sleep(0.5)  # until they run
-        assert advisor.contended(torch.device("cpu"))
+        subprocess.run([sys.executable, "-c", CONTENDED], check=True)
     finally:
-        torch.set_num_threads(1)
         any(hog.kill() for hog in hogs)
-    monkeypatch.setattr(advisor, "process_time", lambda: 2 * perf_counter())
+    monkeypatch.setattr("os.getloadavg", lambda: 3 * (0.0,))
+    monkeypatch.setattr(advisor, "process_time", perf_counter)
     assert not advisor.contended(torch.device("cpu"))
 
 
