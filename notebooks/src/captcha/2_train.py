@@ -47,6 +47,9 @@ if KEEP and data is RAW:  # it does not come from there
     pack.keep("drive:nbtools-data/captcha.tar")  # for 3_evaluate
 pack
 
+# %% [markdown]
+# Some of its samples:
+
 # %%
 captcha.show(pack, pack.ids("train")[:4])
 

@@ -48,6 +48,9 @@ if KEEP and data is RAW:  # it does not come from there
     pack.keep("drive:nbtools-data/segment.tar")  # for 3_evaluate
 pack
 
+# %% [markdown]
+# Some of its samples:
+
 # %%
 segment.show(pack, pack.ids("train")[:4])
 

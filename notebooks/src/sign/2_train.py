@@ -50,6 +50,9 @@ if KEEP and data is RAW:  # it does not come from there
 both = {"x", "features"} <= set(pack.columns)
 pack
 
+# %% [markdown]
+# Some of its samples:
+
 # %%
 sign.show(pack, pack.ids("train")[:2])
 
