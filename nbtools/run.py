@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from nbtools import disk, live, show, train
-from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, digest, items_of, local, retry, say
+from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, digest, in_notebook, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import header, number, plural
@@ -402,14 +402,15 @@ class Comparison:
     def _ipython_display_(self) -> None:
         words = show.note(self.conclusion) + self.frame.T.to_html(float_format=number)
         live.show({"text/html": words, "text/plain": repr(self)})
-        metric = next(iter(self.runs.values())).metric[0]
-        charts = live.comparison({name: live.Columns().follow(run.history) for name, run in self.runs.items()}, metric)
-        live.keep(live.page(charts), *live.as_data(live.png(charts), "curves of the runs above"))
+        if in_notebook():
+            columns = {name: live.Columns().follow(run.history) for name, run in self.runs.items()}
+            charts = live.comparison(columns, next(iter(self.runs.values())).metric[0])
+            live.keep(live.page(charts), *live.as_data(live.png(charts), "curves of the runs above"))
 
 
 def alike(best: float, other: float, count: float, share: bool) -> bool:
-    """Return whether chance can make such a difference, by a rule of thumb: for a share two standard errors of the
-    difference of two, else 1 / √count of the value, as of a loss that varies by as much as its mean, at least 2 %."""
+    """Return whether chance can explain a difference, by a rule of thumb: up to two standard errors of that of two
+    shares, else 1 / √count of the value, as of a loss that varies by as much as its mean, at least 2 %."""
     middle, count = (best + other) / 2, max(count, 1)
     limit = 2 * math.sqrt(2 * middle * (1 - middle) / count) if share else max(0.02, count**-0.5) * abs(best)
     return abs(best - other) <= limit

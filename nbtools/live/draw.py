@@ -145,7 +145,7 @@ def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:
         axes.plot(line.x, line.y, color=line.colour, label=label, **look, **marker)
     for x, _ in shown.marks:
         axes.axvline(x, color=GREY, linewidth=1, linestyle=(0, (3, 3)))
-    if chart.legend:
+    if 0 < len(chart.legend) <= (1 if chart.small else 6):  # more would hide the curves
         axes.legend(frameon=False, fontsize=12, labelcolor=GREY, handlelength=1.3, labelspacing=0.25)
     title = f"{chart.title}  {chart.about}".strip()
     axes.set_title(title, loc="left", pad=10, size=13, color=GREY, weight="bold", parse_math=False)

@@ -129,7 +129,7 @@ class Surface(View):
             except NbtoolsError as error:
                 self.answer(f"{REFUSED}{error}")
         if self.held != self.requests.paused:  # as the index says, for who watches it from elsewhere
-            self.held, self.due = self.requests.paused, 0.0
+            self.held, self.due = self.requests.paused, 0.0 if self.due < float("inf") else self.due
             checkpoint.mark(self.folder, paused=self.held or None)
         return self.requests.paused or bool(self.requests.pending)
 

@@ -50,7 +50,7 @@ BATCH_GAIN = 1.08  # of another batch over the rules': less is within the noise 
 BUSY, SHARED = 1.5, 0.83  # from so many processes a core, or below this share of the threads' time, a CPU is contended
 LAUNCHES = 1.2  # times what the device works that the host takes, from which graphs are tried
 WORDS = {"off": "float32", True: "channels_last", False: "channels_last=False"}
-COMPILED = 8  # lengths at most: each is compiled for itself, in a minute, and torch leaves further ones as they are
+COMPILED = 8  # lengths at most: each of our lines' was compiled anew (on a CPU, a minute each), and torch stops there
 COMPILE_PAYS = 1800.0  # seconds of training planned from which compiling is tried: it took 69 s here, on two busy cores
 
 
@@ -122,7 +122,7 @@ def search_plan(task: Task, pack: Pack, rules: Callable[[Choices], Advice], seco
         torch.set_num_threads(threads)
         trial = search.choose_epochs_and_lr(verdict)
     note = f"Measured on {', '.join(machine().values())} in {wall() - start:.0f} s, where a reason says so."
-    note += " The machine was busy with other work: times are for one thread alongside it." * busy
+    note += " The machine was busy with other work, or shows more cores than it gives: times are for one thread." * busy
     note += " The guides are those of docs/guides.md."
     return dataclasses.replace(search.advice, note=note, ratios=search.ratios, lr_trial=trial, verdict=verdict)
 
@@ -235,7 +235,7 @@ class Search:
         return dict(sorted(changes.items(), key=lambda each: len(each[1])))  # time may end before the last
 
     def compare(self, changes: dict[str, dict[str, Any]]) -> tuple[dict[str, float], dict[str, str]]:
-        """Return (name → seconds of a step on the device, by a trace or the fastest in turns; name → why it fails)."""
+        """Return (name → seconds of a step on the device, by a CUDA trace or the fastest turn; name → why it fails)."""
         costs, whys, steppers = dict[str, float](), dict[str, str](), dict[str, Stepper]()
         with self.until("precision") as clock:
             feed = None
@@ -286,8 +286,8 @@ class Search:
         elif "compile" not in self.fixed and device > host and self.compiles and not self.plan.compile:
             long = self.samples * device / plan.batch_size >= COMPILE_PAYS
             longest = max(Padding(self.pack).longest.values(), default=0)
-            padded = {"bucket": math.ceil(longest / COMPILED)} if shapes(self.pack, self.plan) > COMPILED else {}
-            change = {"compile": True} | padded if long and (not padded or hasattr(plan, "bucket")) else {}
+            many = hasattr(plan, "bucket") and shapes(self.pack, self.plan) > COMPILED
+            change = {"compile": True} | ({"bucket": math.ceil(longest / COMPILED)} if many else {}) if long else {}
         if change:  # a capture that could end this process is tried in another one before (nbtools.train.graph)
             trial = beside(run, plan.replace(**change), max(self.seconds / 10, 1.0))
             used, why = trial.faster and trial.ratio >= FASTER, f"measured here in turns with the plan: {trial}"

@@ -276,7 +276,7 @@ def scoring_batches(pack: Pack, plan: Plan, steps: int) -> list[np.ndarray]:
 
 
 def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndarray | None:
-    """Train so many steps of the whole schedule; return losses of the validation parts or last steps; None for NaN."""
+    """Train so many steps of the whole schedule; return losses of validation parts or last steps if all are finite."""
     whole, rest = divmod(steps, batches_in(stepper.pack.splits["train"], stepper.plan.batch_size))
     part = sum(map(len, epoch_batches(stepper.pack, stepper.plan, whole)[:rest]))
     stepper.state.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs

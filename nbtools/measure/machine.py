@@ -98,7 +98,7 @@ def cell(write: Callable[[Any], str], *values: Any) -> str | None:
 
 
 class Gpus(show.Table, list[Gpu]):
-    """The GPUs of this machine, a table; empty without NVIDIA. note: driver or why none; processor, RAM and disk."""
+    """The GPUs of this machine, a table; empty without NVIDIA. note: driver or why none; cores, free RAM and disk."""
 
     note = ""
 

@@ -38,7 +38,7 @@ def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timin
 
 
 def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
-    """Train each in rounds for about `seconds` in all: at least three, but one where these take more than twice it."""
+    """Train each in rounds for about `seconds` in all: at least three, but one where they take over twice that."""
     clock = steppers[0].clock
     start, each = clock(), seconds / ROUNDS / len(steppers)
     for number in range(ROUNDS):

@@ -100,7 +100,7 @@ def score_split(
     task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str, sums: Sums, feed: Feed | None = None
 ) -> Iterator[int]:
     """Add loss and metrics of a split to sums, of several ranks in turns; yield after each batch how many samples it
-    had. At most `plan.eval_samples`, evenly spaced. Raises TrainError if the split is empty, and where memory ends."""
+    had. At most `plan.eval_samples`, always the same. Raises TrainError if the split is empty, or memory ends."""
     ids, most, ranks = pack.ids(split), plan.eval_samples, sums.ranks
     if not len(ids):
         there = ", ".join(f"{name}: {count:,}" for name, count in pack.splits.items() if count)

@@ -2,7 +2,7 @@
 
 A graph repeats its kernels on the same memory, so the raw batch, the keys of random numbers and lr lie in tensors that
 are written before each replay, and the first replay has to give what the same step gave eagerly. A capture that fails
-may end the process (pytorch#180395): a child process tries a small one first, and a file tells of a step that did.
+may end the process (pytorch#180395): a child process tries a small one first, and a file marks a step that ended it.
 """
 
 import gc
@@ -55,7 +55,7 @@ class Graphs:
 
     def step(self, raw: Batch, size: int, act: Act, written: Callable[[], list[Tensor]], kind: object) -> Sums:
         """Return act(raw), replayed where such a step is recorded: the next one then overwrites the result. size: of a
-        whole batch; kind: of step, beside shapes. act reads what else changes, as lr, in tensors; written: its own."""
+        whole batch; kind: of step. act reads what else changes, as lr, in tensors; written: its results."""
         shapes = tuple(tensor.shape for tensor in raw.values())
         if shapes in self.recorded:
             inputs, replay, sums = self.recorded[shapes]
@@ -65,7 +65,7 @@ class Graphs:
             return sums
         self.seen[shapes] += len(raw["id"]) == size
         if self.seen[shapes] == WARM_UP + 1 and len(self.recorded) < MOST_GRAPHS:
-            if not (tried := record_of(self.device, kind, shapes)).exists():
+            if not (tried := record_of(self.device, kind)).exists():
                 return self.first(raw, act, written(), shapes, tried)
             self.give_up(f"an earlier capture of this step ended its process (remove {tried} to try again)")
         return self.recorder.run(partial(act, raw))

@@ -276,7 +276,7 @@ def require_known(what: str, name: str, known: Collection[str], kind: type[Nbtoo
 
 
 def similar(name: str, known: Collection[str]) -> list[str]:
-    """Return the known names that a wrong one may mean: what others call so, else similar, else sharing a word."""
+    """Return the known names that a wrong one may mean: what others call it, else similar, else sharing a word."""
     alike = [each for each in known if name in ELSEWHERE.get(each, "").split()]
     words = [each for each in known if {*name.split("_")} & {*each.split("_")}]
     return alike or difflib.get_close_matches(name, known, n=3) or words[:3]

@@ -245,6 +245,7 @@ def displayed(monkeypatch):
     """What a cell shows of a comparison: (text, picture, charts) by type."""
     shown: list[dict[str, str]] = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    monkeypatch.setattr("nbtools.run.in_notebook", lambda: True)
     return lambda compared: (shown.clear(), compared._ipython_display_(), shown)[-1]
 
 
