@@ -1,8 +1,10 @@
 """Archives made in memory, for the tests of staging, archives and packs."""
 
+import errno
 import gzip
 import io
 import lzma
+import os
 import tarfile
 import warnings
 import zipfile
@@ -52,6 +54,11 @@ def put(path: Path, data: bytes = b"") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def away(code: int = errno.ENOTCONN):
+    """As a disk that stops answering."""
+    raise OSError(code, os.strerror(code))
 
 
 def forked(job: Callable[..., Any], *args) -> BaseProcess:

@@ -163,24 +163,6 @@ def test_advice_fits_machine_and_data_and_gives_every_number_a_reason(card, smal
             assert type(TASKS[card.task].model(card, plan)).__name__ == expected
 
 
-BASELINES = {
-    "captcha": "batch_size=64 lr=2e-4 optimizer=adam amp=off epochs=150 min_lr=1e-6 eval_every=5 schedule=cosine",
-    "hwdb": "batch_size=8 lr=1e-3 optimizer=sgd weight_decay=1e-4 schedule=step epochs=90 amp=off augment=0 "
-    "network=auto",
-    "sign": "batch_size=32 lr=1e-4 optimizer=adam epochs=20 amp=off normalise=none mirror=0",
-    "segment": "batch_size=32 optimizer=sgd schedule=poly lr=5e-3 amp=off crop=384 scale_low=0.25 scale_high=2.0 "
-    "jitter=0.4 head_lr=10.0 eval_scales=0.5,0.75,1.0,1.25,1.5,1.75 eval_full=true",
-}
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_the_baseline_is_what_the_guide_calls_before(name):
-    plan = TASKS[name].BASELINE
-    expected = dict(pair.split("=") for pair in BASELINES[name].split())
-    assert {each: getattr(plan, each) for each in expected} == {n: plan.parse(n, text) for n, text in expected.items()}
-    assert (plan.feed, plan.workers) == ("workers", 0)
-
-
 @pytest.mark.parametrize("name", ["captcha", "lines", "hwdb", "sign"])
 def test_samples_are_shown_with_their_truth_and_what_was_answered_wrong(packs, name):
     task, pack = TASKS[name], packs[name]

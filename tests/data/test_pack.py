@@ -298,7 +298,6 @@ def test_a_kept_pack_is_a_tar_that_opens_without_decoding_and_is_made_anew_where
         "truncated or damaged": data[:9000],
         "not an archive": b"",
         "pack in it cannot be used: .*its SHA-256 differs": data.replace(np.full(3, 9, "f4").tobytes(), bytes(12)),
-        "pack in it cannot be used: .* made this pack in format 2,": data.replace(b'"version": 4', b'"version": 2'),
     }.items():
         kept.write_bytes(damage)
         with pytest.raises(NbtoolsError, match=words):

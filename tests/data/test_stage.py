@@ -20,7 +20,7 @@ from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import pytest
-from archives import archived, put, tar_bytes, tree
+from archives import archived, away, put, tar_bytes, tree
 
 import nbtools as nb
 from nbtools import disk, errors
@@ -135,10 +135,6 @@ def reads(patch, act):
         yield count
 
 
-def away(code: int = errno.EIO):
-    raise OSError(code, os.strerror(code))
-
-
 def test_one_error_of_a_mount_is_tried_again_and_google_documents_are_left_out(place, monkeypatch, capsys):
     for name, data in {"a/x": b"1", "b.gsheet": b"1", "c.gdoc": b"", "d": b""}.items():
         put(place / "drive" / "folder" / name, data)
@@ -151,8 +147,8 @@ def test_one_error_of_a_mount_is_tried_again_and_google_documents_are_left_out(p
 
 
 MOUNTS = {  # what happens at the n-th read of a file on Drive → what is said, if anything is
-    "errno 5 at every second read": (lambda n, read, path: away() if n % 2 else read(), ""),
-    "errno 107 four times in a row": (lambda n, read, path: away(errno.ENOTCONN) if 1 <= n < 5 else read(), ""),
+    "errno 5 at every second read": (lambda n, read, path: away(errno.EIO) if n % 2 else read(), ""),
+    "errno 107 four times in a row": (lambda n, read, path: away() if 1 <= n < 5 else read(), ""),
     "it stops answering": (
         lambda n, read, path: read() if n in ((0, 1, 2, 3, 10) if path.name == "a" else (0, 1, 8)) else away(),
         r"stopped responding: .*What arrived is kept: run it again",

@@ -109,8 +109,6 @@ def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_stil
 
 
 REFUSED = (
-    ('{"feed": "workers"}', "Plan.feed cannot change in a started run"),
-    ('{"batch_size": 100000}', "larger than the train split"),
     ('{"lrr": 1}', "did you mean lr"),
     ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
     ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it anyway add "force": true'),

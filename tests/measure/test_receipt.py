@@ -117,6 +117,13 @@ def test_the_guides_settings_are_measured_next_to_its_before_in_passes_that_fit_
 
 TASKS: dict[str, Any] = {"captcha": captcha, "hwdb": hwdb, "segment": segment, "sign": sign}
 GUIDES = {  # as the guides write them
+    "captcha before": "batch_size=64 lr=2e-4 optimizer=adam amp=off epochs=150 min_lr=1e-6 eval_every=5 "
+    "schedule=cosine workers=0",
+    "hwdb before": "batch_size=8 lr=1e-3 optimizer=sgd weight_decay=1e-4 schedule=step epochs=90 amp=off augment=0 "
+    "network=auto workers=0",
+    "sign before": "batch_size=32 lr=1e-4 optimizer=adam epochs=20 amp=off normalise=none mirror=0 workers=0",
+    "segment before": "batch_size=32 optimizer=sgd schedule=poly lr=5e-3 amp=off crop=384 scale_low=0.25 "
+    "scale_high=2.0 jitter=0.4 head_lr=10.0 eval_scales=0.5,0.75,1.0,1.25,1.5,1.75 eval_full=true workers=0",
     "hwdb guide": "epochs=10 batch_size=64 lr=3e-3 amp=fp16 workers=8",
     "hwdb guide-batch-48": "batch_size=48 lr=2.5e-3",
     "hwdb guide-batch-32": "batch_size=32 lr=2e-3",
@@ -144,16 +151,16 @@ COLUMNS = {"x": Column("ragged", "<f4", (156,)), "features": Column("ragged", "<
 CLIPS = Card("sign", list("ab"), {}, COLUMNS, {"train": 9})
 
 
-def test_the_presets_are_the_guides_optimised_settings_read_as_the_guides_do():
+def test_baseline_and_presets_are_the_guides_settings_before_and_optimised_read_as_the_guides_do():
     for name, settings in GUIDES.items():
         task, _, named = name.partition(" ")
-        made = TASKS[task].PRESETS[named]
+        made = {"before": TASKS[task].BASELINE, **TASKS[task].PRESETS}[named]
         plan: Any = made(CLIPS) if callable(made) else made
         assert isinstance(plan, type(TASKS[task].PLAN))
         expected = dict(pair.split("=") for pair in settings.split())
         assert {n: getattr(plan, n) for n in expected} == {n: plan.parse(n, text) for n, text in expected.items()}
         assert plan.feed == "workers"
-    assert {f"{name} {each}" for name, task in TASKS.items() for each in task.PRESETS} == GUIDES.keys()
+    assert {f"{name} {each}" for name, task in TASKS.items() for each in ("before", *task.PRESETS)} == GUIDES.keys()
 
 
 SETTINGS = {"batch_size": 10_000, "micro_batch_size": 5000, "lr": 0.1, "amp": "fp16", "workers": 100}

@@ -24,7 +24,6 @@ PALETTE.putpalette((9, 9, 9, 200, 0, 0, 9, 9, 9))  # two ids have one colour: th
         ("train_images/a.jpg", "train_masks/a.gif", "train"),
         ("shirts_train/images/a.jpg", "shirts_train/masks/a.png", "train"),
         ("images/validation/x/a.png", "annotations/validation/x/a.png", "val"),
-        ("images/validation/x/a.png", "masks/validation/x/a.png", "val"),
         ("images_test/a.png", "masks_test/a.png", "test"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 import toy
 from acting import QUIET
 from cases import CASES, LEAN, augmented, run
-from tape import Tape, synchronizing
+from tape import Tape, cudnn_ctc, synchronizing
 from test_resume import Changes, same, trained
 from torch import Tensor
 
@@ -31,17 +31,6 @@ def taped(monkeypatch, own_cache):
     monkeypatch.setattr(graph, "synchronizing", synchronizing)
 
 
-@torch.library.custom_op("tests::ctc", mutates_args=())
-def operator(
-    logits: Tensor, texts: Tensor, steps: Tensor, lengths: Tensor, blank: int, deterministic: bool, zero: bool
-) -> tuple[Tensor, Tensor]:
-    """In place of cuDNN's: a single operation, whose reads of lengths are no concern of the host."""
-    log_probs, rest = logits.log_softmax(2), (texts[: int(lengths.sum())].long(), steps.tolist(), lengths.tolist())
-    each, alpha = torch.ops.aten._ctc_loss.default(log_probs, *rest, blank)
-    gradient = torch.ops.aten._ctc_loss_backward(torch.ones_like(each), log_probs, *rest, each, alpha, blank)
-    return each, gradient - log_probs.exp() * gradient.sum(2, keepdim=True)
-
-
 def by_operator(outputs: Any, labels: Tensor, lengths: Tensor, reduction: str = "sum") -> Tensor:
     each = ctc.cudnn_losses(outputs[0], labels, outputs[1], lengths)
     return each if reduction == "none" else each.sum()
@@ -50,7 +39,7 @@ def by_operator(outputs: Any, labels: Tensor, lengths: Tensor, reduction: str = 
 @pytest.mark.parametrize("name", [*LEAN, "hwdb slim"])
 def test_replayed_steps_of_every_task_have_the_bits_of_eager_ones(name, tmp_path, monkeypatch):
     """In mixed precision, with an lr that falls, all that is drawn, clips of two lengths and lines of one."""
-    monkeypatch.setattr(torch.ops.aten, "_cudnn_ctc_loss", SimpleNamespace(Tensor=operator), raising=False)
+    monkeypatch.setattr(torch.ops.aten, "_cudnn_ctc_loss", SimpleNamespace(Tensor=cudnn_ctc), raising=False)
     monkeypatch.setattr(ctc, "loss", by_operator)
     mixed: Any = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.9, "channels_last": True, "schedule": "cosine"}
     mixed |= {"bucket": 200} if CASES[name].ctc else {}

@@ -1,6 +1,5 @@
 """Where a file of a run's folder is damaged or lost; and a run kept on a second disk, complete or absent there."""
 
-import errno
 import json
 import os
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import toy
 from acting import QUIET, acting, same
-from archives import tree
+from archives import away, tree
 
 import nbtools as nb
 from nbtools.errors import CheckpointError
@@ -146,10 +145,6 @@ def test_a_kept_checkpoint_that_is_not_needed_is_emptied_before_it_is_deleted(pa
     task = acting({-(-pack.splits["train"] // PLAN.batch_size) * k + 2: pause for k in range(1, 8)})
     nb.fit(task, pack, PLAN.replace(epochs=8), "run", keep="drive", **QUIET)
     assert {*sizes} == {0}
-
-
-def away() -> None:
-    raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
 
 def test_a_drive_that_hangs_is_said_and_the_wait_for_it_can_be_interrupted(pack, tmp_path, monkeypatch):
