@@ -318,9 +318,8 @@ def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
     opened = open_runs(Path(folder))
-    times = (int(os.path.getmtime(run.folder / checkpoint.INDEX)) for run in opened)
-    frame = outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened})
-    return frame.assign(changed=[*map(datetime.fromtimestamp, times)])
+    times = [datetime.fromtimestamp(int(os.path.getmtime(run.folder / checkpoint.INDEX))) for run in opened]
+    return outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened}).assign(changed=times)
 
 
 def open_runs(folder: Path) -> list[Run]:
