@@ -172,12 +172,6 @@ def require_close(found: Pass, expected: Pass, controls: Sequence[Pass], loss: f
 Losses = list[float]
 
 
-def require_near(found: Losses, expected: Losses, again: Losses) -> None:
-    """On average as near as 0.1 %, or as three times what two equal runs are apart."""
-    far, noise = (sum(abs(a - b) for a, b in zip(x, expected, strict=True)) for x in (found, again))
-    assert far <= max(1e-3 * sum(map(abs, expected)), 3 * noise)
-
-
 def run(task: Any, pack: nb.Pack, state: TrainState, evaluating: bool = False) -> tuple[Losses, dict[str, Tensor]]:
     """(the losses of its log steps, what is left), evaluated after every third step where asked."""
     losses = []

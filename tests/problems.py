@@ -90,16 +90,11 @@ class Series(nn.Sequential):
         return super().forward(x.transpose(1, 2))
 
 
-def bag(classes: int) -> nn.Module:
-    """x (B, 24) int64 → logits (B, K)."""
-    return nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, classes))
-
-
 PROBLEMS: dict[str, tuple[Callable[..., Any], Callable[..., nn.Module]]] = {
     "shapes": (shapes, pictures),
     "spirals": (spirals, points),
     "waves": (waves, Series),
-    "bags": (bags, bag),
+    "bags": (bags, lambda classes: nn.Sequential(nn.EmbeddingBag(400, 16, mode="mean"), nn.Linear(16, classes))),
 }
 """Data, and the network for it."""
 
@@ -108,15 +103,12 @@ def packed(name: str, folder: Path, seed: int = 0) -> nb.Pack:
     return nb.pack([*PROBLEMS[name][0](seed)], val=0.25, test=0, into=folder / f"{name}-{seed}", progress=False)
 
 
-def accuracy(task: Any, pack: nb.Pack, plan: nb.Plan) -> float:
-    """The validation accuracy after the last epoch."""
-    state = nb.TrainState(task, pack, plan.replace(eval_every=plan.epochs))
-    *_, last = (record for record in nb.train(task, state, pack) if record.kind == "epoch")
-    return last.values["val_accuracy"]
-
-
 def spread(name: str, pack: nb.Pack, plan: nb.Plan) -> dict[float, float]:
-    """lr of GRID → accuracy."""
+    """lr of GRID → the validation accuracy after the last epoch."""
     torch.manual_seed(plan.seed)
-    task = nb.classify(PROBLEMS[name][1])
-    return {lr: accuracy(task, pack, plan.replace(lr=lr)) for lr in GRID}
+    task, found = nb.classify(PROBLEMS[name][1]), {}
+    for lr in GRID:
+        state = nb.TrainState(task, pack, plan.replace(lr=lr, eval_every=plan.epochs))
+        *_, last = (record for record in nb.train(task, state, pack) if record.kind == "epoch")
+        found[lr] = last.values["val_accuracy"]
+    return found

@@ -20,17 +20,13 @@ from nbtools.tasks.hwdb.networks import Hctr
 from nbtools.train import Sums
 
 
-def quarter(card: Any, plan: Any) -> nn.Module:
-    """hctr with a quarter of its channels."""
-    return Hctr(card.options["height"], len(card.classes), width=0.25)
-
-
 def narrow(name: str) -> Case:
     """The case, so small that a CPU trains it in a test."""
     if name == "captcha guide":
         return replace(CASES[name], draw=image(24, 64), survey=fixed(24, 64))
     if name == "hwdb hctr":
-        return replace(CASES[name], task=SimpleNamespace(**{**vars(hwdb), "model": quarter}))
+        quarter = {"model": lambda card, plan: Hctr(card.options["height"], len(card.classes), width=0.25)}  # channels
+        return replace(CASES[name], task=SimpleNamespace(**{**vars(hwdb), **quarter}))
     return CASES[name]
 
 

@@ -193,20 +193,16 @@ def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sent
     (new / "classes.txt").unlink(missing_ok=True)  # segment's: the run knows them
     plan = nb.advise(task, pack, measure=False).plan.replace(epochs=1, warmup_epochs=0.0)
     run = nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
-    every = ["--data", str(new), "--test", "1.0", "--run"]
     capsys.readouterr()
-    assert main(["evaluate", name, *every, str(run.folder)]) == 0
+    assert main(["evaluate", name, "--data", str(new), "--test", "1.0", "--run", str(run.folder)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     unseen = run.pack(new, test=1.0, progress=False)
     assert unseen.splits == {"train": 0, "val": 0, "test": 9}
     assert unseen.classes == run.card.classes
     assert found == nb.evaluate(run, unseen)
     assert metric in found
-    assert main(["train", name, *every, str(tmp_path / "never")]) == 1
-    assert "training needs at least 2 samples, the train split has 0 of 9" in capsys.readouterr().err
-    with pytest.raises(TrainError, match="training needs at least 2 samples"):
+    with pytest.raises(TrainError, match="training needs at least 2 samples, the train split has 0 of 9"):
         nb.advise(task, unseen)
-    assert not (tmp_path / "never").exists()
 
 
 ADVISED: dict[str, Any] = {  # options of a demo and its pack, the split held out, and what is at least 0.75 there

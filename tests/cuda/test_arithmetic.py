@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import CASES, LEAN, first_losses, one_pass, require_close, require_near
+from cases import CASES, LEAN, first_losses, one_pass, require_close
 
 import nbtools as nb
 from nbtools.tasks.common import ctc
@@ -68,7 +68,8 @@ def test_replayed_steps_train_to_the_losses_of_eager_ones(name, packs, device):
     eager, again = (first_losses(CASES[name], packs(name), device, 14, **same)[0] for _ in range(2))
     found, state = first_losses(CASES[name], packs(name), device, 14, graph=True, **same)
     assert (state.graphs.off, state.graphs.replayed > 5) == ("", True)
-    require_near(found, eager, again)
+    far, noise = (sum(abs(a - b) for a, b in zip(x, eager, strict=True)) for x in (found, again))
+    assert far <= max(1e-3 * sum(map(abs, eager)), 3 * noise), "on average, beside what two equal runs are apart"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles

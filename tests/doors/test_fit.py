@@ -59,14 +59,6 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_p
     refused(PackError, r"nothing\.npy: No such file", untouched.predict, tmp_path / "nothing.npy")
 
 
-def test_the_verdict_at_the_end_may_change_what_a_run_in_progress_keeps(pack, tmp_path, monkeypatch):
-    verdict = MagicMock(wraps=partial(measure.verdict, seconds=0.05))
-    monkeypatch.setattr(measure, "verdict", verdict)
-    monkeypatch.setattr(measure, "receipt", partial(measure.receipt, seconds=0.05))
-    assert nb.fit(toy, pack, ONE, tmp_path / "run", progress=False).verdict is not None
-    assert not verdict.call_args.kwargs["fixed"]
-
-
 def test_an_export_is_enough_to_use_the_model(untouched, pack, tmp_path, monkeypatch):
     path = untouched.export(tmp_path / "toy-v1.2")
     assert path.name == "toy-v1.2.safetensors"
@@ -113,7 +105,9 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_i
 def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_path, monkeypatch):
     ways = [KeyboardInterrupt(), OSError("a raw file is gone"), DEFAULT, DEFAULT]
     receipt = MagicMock(wraps=partial(measure.receipt, seconds=0.05), side_effect=ways)
+    verdict = MagicMock(wraps=partial(measure.verdict, seconds=0.05))
     monkeypatch.setattr(measure, "receipt", receipt)
+    monkeypatch.setattr(measure, "verdict", verdict)
     runs = [nb.fit(toy, pack, ONE, tmp_path / "run", progress=False) for _ in range(4)]
     assert "no receipt: interrupted; run it again to get it" in runs[0].events
     assert "no receipt: OSError: a raw file is gone" in runs[1].events
@@ -122,6 +116,7 @@ def test_a_receipt_is_measured_once_and_one_that_fails_costs_no_run(pack, tmp_pa
     assert receipt.call_count == 4, "more epochs have a receipt of their own"
     assert runs[3].receipt.machine["torch"].endswith(torch.__version__)
     assert runs[3].verdict is not None
+    assert not verdict.call_args.kwargs["fixed"], "it may change what a run in progress keeps"
 
 
 def test_release_gpu_gives_the_machine_back_only_when_the_run_is_on_another_disk(pack, tmp_path, monkeypatch):
@@ -218,13 +213,8 @@ def test_what_is_no_callback_and_no_logger_is_refused_before_anything_is_written
     refused(TrainError, r"callbacks must be a list of functions f\(record, run\), got 3", fit, callbacks=3)
     refused(TrainError, r'log must be "tensorboard" or None, got \'wandb\'', fit, log="wandb")
     refused(PlanError, r"Plan has no setting 'callback'; it has epochs", fit, callback=[print])
-    refused(
-        PlanError,
-        r"Plan has no setting 'callbacks'; it has epochs",
-        partial(nb.launch, *fit.args),
-        processes=2,
-        callbacks=[print],
-    )
+    launch = partial(nb.launch, *fit.args, processes=2)
+    refused(PlanError, r"Plan has no setting 'callbacks'; it has epochs", launch, callbacks=[print])
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     refused(MissingExtra, r'log="tensorboard" needs tensorboard .*: pip install tensorboard$', fit, log="tensorboard")
     assert not folder.exists()

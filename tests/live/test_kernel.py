@@ -208,10 +208,8 @@ def test_what_stays_of_a_run_needs_neither_jupyter_nor_another_origin_nor_the_ne
                 charts.first.wait_for()
                 assert charts.count() >= 4
                 facts = inside.locator(".nbt-top").first.inner_text()
-                assert re.search(r"done[^%]*1 of 1[^%]*took", facts), (
-                    "what is true at the end, and no copy or remaining time"
-                )
-                assert not re.search("kept|left", facts)
+                assert re.search(r"done[^%]*1 of 1[^%]*took", facts), "what is true at the end"
+                assert not re.search("kept|left", facts), "no copy or remaining time"
                 plots.first.evaluate("plot => plot.dataset.low = plot.dataset.high = 0.9996")
                 plots.first.hover()
                 assert inside.locator(".nbt-at b").first.inner_text() == "0.9996", "a share just below 1 is not 1"

@@ -119,10 +119,9 @@ def test_a_mask_of_0_and_255_says_how_to_be_read_and_so_does_a_table_of_no_class
     assert (row.severity, row.file) == (WARNING, "class object")
     label = sole(source, classes={0: "background", 255: "object"})["label"]
     np.testing.assert_array_equal(label, (ids() > 0).astype(np.uint8))
-    with pytest.raises(PackError, match="got 0 besides those ignored; give classes="):
-        packed(source, classes=saved(source / "classes.txt", ""))
-    with pytest.raises(PackError, match="got 0 besides those ignored; give classes="):
-        packed(source)
+    for classes in (saved(source / "classes.txt", ""), None):  # which is of the source too
+        with pytest.raises(PackError, match="got 0 besides those ignored; give classes="):
+            packed(source, classes=classes)
 
 
 @pytest.mark.parametrize("ignore", [1, "shirt", [np.int64(1)]])

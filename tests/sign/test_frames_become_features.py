@@ -61,10 +61,9 @@ def slowly(net: nn.Module, images: Sequence[Image.Image]) -> np.ndarray:
     rows = []
     for image in images:
         x = F.interpolate(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 255, (299, 299), mode="bilinear")
-        for channel, (mean, std) in enumerate(zip((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), strict=True)):
-            x[:, channel] = (x[:, channel] - mean) / std
+        mean, std = (torch.tensor(of)[:, None, None] for of in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         with torch.no_grad():
-            rows.append(net.eval()(x)[0].numpy())
+            rows.append(net.eval()((x - mean) / std)[0].numpy())
     return np.stack(rows)
 
 

@@ -127,14 +127,13 @@ def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(pack, t
 
 
 class Net(nn.Module):
-    """x (B, 4) → logits (B, 2). Its body, of unlike shapes, comes first, or its head."""
+    """x (B, 4) → logits (B, 2). Its parts, the body of unlike shapes, come in this order."""
 
-    def __init__(self, head_first: bool = False):
+    def __init__(self, *order: str):
         super().__init__()
-        if head_first:
-            self.head = nn.Linear(5, 2)
         self.body = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU())
-        self.head = nn.Linear(5, 2) if not head_first else self.head
+        self.head = nn.Linear(5, 2)
+        self._modules = {name: self._modules[name] for name in order}
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -143,7 +142,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd"}, {"ema": 0.9}], ids=["adamw", "sgd", "ema"])
 def test_moments_go_to_the_parameters_of_their_name_new_ones_start_without_and_misfits_are_refused(pack, settings):
     """A frozen body, then all trained, with the parameters in another order; and the reverse."""
-    frozen, whole, plan = Net(), Net(head_first=True), PLAN.replace(epochs=1, **settings)
+    frozen, whole, plan = Net("body", "head"), Net("head", "body"), PLAN.replace(epochs=1, **settings)
     frozen.body.requires_grad_(False)
     for before, after in ((frozen, whole), (whole, frozen)):
         old, _ = trained(pack, nb.classify(before), plan, {})
