@@ -304,7 +304,7 @@ def test_a_busy_machine_makes_the_same_plan_in_time(tmp_path, monkeypatch):
     advices.append(nb.advise(job, toy.make_pack(tmp_path / "busy", count=600)))
     assert 4 * (job.now - start) - advices[1].lr_trial.seconds <= 66
     assert [[getattr(each.plan, name) for name in SPEED] for each in advices] == 2 * [["bf16", False, 16, False]]
-    assert ["was busy with other work: times are for one thread" in each.note for each in advices] == [False, True]
+    assert ["was busy with other work" in each.note for each in advices] == [False, True]
     assert (used, threads[-1]) == ([2, 1], 2)
 
 
