@@ -55,7 +55,7 @@ class Graphs:
 
     def step(self, raw: Batch, size: int, act: Act, written: Callable[[], list[Tensor]], kind: object) -> Sums:
         """Return act(raw), replayed where such a step is recorded: the next one then overwrites the result. size: of a
-        whole batch; kind: of step. act reads what else changes, as lr, in tensors; written: its results."""
+        whole batch; kind: of step. act reads what else changes, as lr, in tensors; written: those it changes."""
         shapes = tuple(tensor.shape for tensor in raw.values())
         if shapes in self.recorded:
             inputs, replay, sums = self.recorded[shapes]
