@@ -9,7 +9,6 @@ busy machine makes no other plan than an idle one. A part of the search whose ti
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from nbtools import disk, train
-from nbtools.data import Feed, Pack, Padding, batches_in, choose, cores, phase, work
+from nbtools.data import Feed, Pack, Padding, batches_in, choose, cores, digest, phase, work
 from nbtools.disk import VERSION
 from nbtools.errors import NbtoolsError, PlanError
 from nbtools.measure.advice import Advice, Choices, decide, enough, evaluations, has_recipe, inspect, more_epochs
@@ -70,7 +69,7 @@ def advise(task: TaskLike, pack: Pack, measure: bool = True, seconds: float | No
     pack = task.part(pack, by_rules(task, pack, pretrained, {}).plan)
     advice, kept = by_rules(task, pack, pretrained, {}), dict[str, Any]()
     parts = [VERSION, machine(), pack.card.digest, train.task_name(task), advice.plan.to_dict(), *network]
-    key = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+    key = digest(json.dumps(parts, sort_keys=True))
     with suppress(OSError, ValueError):
         kept = dict(json.loads(path.read_text()))
     if key in kept and (not measure or (seconds or 0.0) <= kept[key].get("seconds", LEAST)):

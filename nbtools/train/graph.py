@@ -6,7 +6,6 @@ may end the process (pytorch#180395): a child process tries a small one first, a
 """
 
 import gc
-import hashlib
 import subprocess
 import sys
 import warnings
@@ -97,7 +96,8 @@ class Graphs:
             if after:  # the replay may have failed
                 self.restore(written, after)
         finally:
-            tried.unlink(missing_ok=True)
+            with suppress(OSError):  # a cache that cannot be written any more
+                tried.unlink(missing_ok=True)
         self.give_up(why)
         return eager
 
@@ -207,4 +207,4 @@ def record_of(device: torch.device, *step: object) -> Path:
     """Return the file about captures on this GPU with these versions: of that in a child process, or of a step's."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     parts = torch.version.cuda, torch.__version__, getattr(torch._C, "_cuda_getDriverVersion", int)(), name, step
-    return data.cache() / "captured" / hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+    return data.cache() / "captured" / data.digest(repr(parts))
