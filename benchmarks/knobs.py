@@ -26,7 +26,7 @@ import torch
 
 import nbtools as nb
 from benchmarks.paired import Figure, Receipt, in_turns
-from benchmarks.your_own import in_memory, network
+from benchmarks.your_own import network, read_arrays, write_arrays
 from nbtools import measure
 from nbtools.data import Pack, cores, open_feed
 from nbtools.errors import NbtoolsError
@@ -121,7 +121,8 @@ def learned(name: str, task: Any, pack: Pack, plan: Plan, steps: int) -> list[Fi
 
 def opened(name: str, folder: Path, count: int) -> tuple[Any, Pack]:
     if name == OWN:
-        pack = nb.pack(in_memory(folder, count), into=folder / f"{name}-pack", progress=False)
+        write_arrays(folder, count)
+        pack = nb.pack(read_arrays(folder), into=folder / f"{name}-pack", progress=False)
         return nb.classify(network(16)), pack
     task: Any = import_module(f"nbtools.tasks.{name}")
     return task, task.pack(task.demo(folder / name, count=count), into=folder / f"{name}-pack", progress=False)

@@ -53,7 +53,8 @@ class Enough(Exception):
 class Meter:
     """seconds: after which, from the end of the first WARM steps, Enough ends the program; steps: or after so many.
     arrivals: when each training batch reached the task; waited: seconds that a DataLoader had kept the loop waiting by
-    then, and evaluated those of evaluations; losses: (sum, count) of each step; scores: of each evaluation."""
+    then, and evaluated those of evaluations; losses: (sum, count) of each step; scores: of each evaluation, which ended
+    at `ends`."""
 
     seconds: float = math.inf
     steps: float = math.inf
@@ -62,6 +63,7 @@ class Meter:
     evaluated: list[float] = field(default_factory=list)
     losses: list[tuple[Tensor, Any]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
     wait: float = 0.0
     evaluating: float = 0.0
 
@@ -84,19 +86,19 @@ class Meter:
             return batch(raw, plan, draws)
 
         def loss_seen(model: Any, given: Any, plan: Any) -> Any:
-            found = loss(model, given, plan)
+            pair = loss(model, given, plan)
             if torch.is_grad_enabled() and isinstance(model, nn.Module):  # else outputs that are tried before training
-                self.losses.append((found[0].detach(), found[1]))
-            return found
+                self.losses.append((pair[0].detach(), pair[1]))
+            return pair
 
-        def fetched(loader: Any) -> Any:
+        def fetch_timed(loader: Any) -> Any:
             start = perf_counter()
             try:
                 return fetch(loader)
             finally:
                 self.wait += perf_counter() - start
 
-        task.batch, task.loss, _BaseDataLoaderIter.__next__ = batch_seen, loss_seen, fetched
+        task.batch, task.loss, _BaseDataLoaderIter.__next__ = batch_seen, loss_seen, fetch_timed
         try:
             yield
         finally:
@@ -141,6 +143,7 @@ class Job:
         self.task, self.pack, self.source, self.plan, self.levers, self.meter = task, pack, source, plan, levers, meter
         self.bound, self.device, self.order = bind(task, pack.card), device.pick(), Batches(pack, plan)
         self.epochs, self.clip, self.bf16 = plan.epochs, plan.clip_norm, levers.bf16
+        self.steps = len(self.order)  # of an epoch
 
     def loader(self, split: str = "train") -> DataLoader:
         """Over the source files, each sample decoded on demand."""
@@ -157,9 +160,12 @@ class Job:
             generator=torch.Generator(),  # its own: dropout sees the same numbers however the batches come
         )
 
+    def build(self) -> nn.Module:
+        return build(self.bound, self.pack.card, self.plan)
+
     def network(self) -> nn.Module:
         torch.manual_seed(self.plan.seed)
-        net = build(self.bound, self.pack.card, self.plan).to(self.device)
+        net = self.build().to(self.device)
         if self.levers.channels_last:
             net.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         if self.levers.compile:
@@ -195,23 +201,34 @@ class Job:
     def val(self) -> DataLoader:
         return self.loader("val")
 
-    def evaluate(self, net: nn.Module) -> float:
+    def score(self, net: nn.Module) -> float:
         """The metric that chooses the best weights, over the validation split; larger is better."""
-        start, wait, sums, (metric, sign) = perf_counter(), self.meter.wait, Sums(self.device), best_metric(self.bound)
-        plan = self.plan.while_training().replace(amp="bf16" if self.bf16 else "off")
+        plan, (metric, sign) = self.plan.while_training(), best_metric(self.bound)
+        plan, sums = plan.replace(amp="bf16" if self.bf16 else "off"), Sums(self.device)
         for raw in self.val:
             sums.add(scores(self.bound, net, on(self.device, raw), plan))
-        self.meter.scores.append(sign * sums.read()[metric])
-        self.meter.wait, self.meter.evaluating = wait, self.meter.evaluating + perf_counter() - start
+        return sign * sums.read()[metric]
+
+    def evaluate(self, net: nn.Module) -> float:
+        """The score, whose time counts neither as training nor as waiting for data."""
+        start, wait = perf_counter(), self.meter.wait
+        self.meter.scores.append(self.score(net))
+        self.meter.ends.append(perf_counter())
+        self.meter.wait, self.meter.evaluating = wait, self.meter.evaluating + self.meter.ends[-1] - start
         return self.meter.scores[-1]
+
+    WRITTEN: tuple[Callable[..., Any], ...] = ()  # the methods above that a user would write, whose lines count
+
+    def nbtools(self, folder: Path) -> None:
+        pack = self.task.pack(self.source, into=folder / "pack", progress=False)
+        nb.fit(self.task, pack, self.plan, folder / "run", receipt=False, progress=False)
 
 
 # -- the programs, as their users write them: the lines of each body are counted
 
 
 def nbtools(job: Job, folder: Path) -> None:
-    pack = job.task.pack(job.source, into=folder / "pack", progress=False)
-    nb.fit(job.task, pack, job.plan, folder / "run", receipt=False, progress=False)
+    job.nbtools(folder)
 
 
 def guide(job: Job, folder: Path) -> None:
@@ -401,6 +418,7 @@ def run(name: str, job: Job, folder: Path) -> None:
     PROGRAMS[name][0](job, folder)
 
 
-def lines(program: Callable[..., None]) -> int:
-    """Lines of its body that are not empty; the repository's are written as ruff formats them."""
-    return sum(bool(line.strip()) for line in inspect.getsource(program).splitlines()[1:])
+def lines(name: str, job: type[Job]) -> int:
+    """What a user writes: lines of the bodies that are not empty; the repository's are written as ruff formats them."""
+    parts = [job.nbtools] if name == "nbtools" else [PROGRAMS[name][0], *job.WRITTEN]
+    return sum(bool(line.strip()) for part in parts for line in inspect.getsource(part).splitlines()[1:])

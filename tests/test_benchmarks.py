@@ -43,7 +43,6 @@ PROMISED = {
     "overhead": ("loop_overhead", "×"),
     "surface": ("surface_cost", "%"),
     "knobs": ("knobs_gain", "×"),
-    "your_own": ("your_own_decoding_ratio", "×"),
     "tasks": ("tasks_ratio", "×"),
     "defaults": ("defaults_accuracy", "%"),
 }

@@ -47,7 +47,7 @@ def test_a_peer_has_the_losses_and_scores_of_nbtools_and_keeps_its_best_weights(
     rows = Run.open(tmp_path / "ours" / "run", captcha).history.of("epoch")
     assert meter.scores == pytest.approx([row["val_whole_accuracy"] for row in rows])
     assert any(path.suffix in (".pt", ".pth", ".ckpt", ".safetensors") for path in tmp_path.rglob("theirs/**/*"))
-    assert lines(PROGRAMS[peer][0]) <= 40
+    assert lines(peer, Job) <= 40
 
 
 def test_a_peers_batches_are_padded_as_those_of_nbtools(tmp_path):
