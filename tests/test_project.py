@@ -24,7 +24,7 @@ OLDEST_OF = ("text", "segment", "captcha", "onnx", "notebooks")  # options that 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCS = ROOT / "docs"
 COMMAND = re.compile(r"(?:python -m|-m --) nbtools ((?:[^`\n\\#]|\\\n)+)")
-GUIDES = {"Handwritten": "hwdb", "Captchas": "captcha", "Sign": "sign", "Segmentation": "segment"}
+GUIDES = {"In": "captcha", "Handwritten": "hwdb", "Captchas": "captcha", "Sign": "sign", "Segmentation": "segment"}
 NUMBER = r"[−-]?[\d,]+(?:\.\d+)?"
 
 
