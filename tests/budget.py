@@ -30,8 +30,7 @@ ROOMS = {
 
 def files(room: str) -> Iterator[Path]:
     for path in sorted(ROOT.glob(ROOMS[room])):
-        hidden = any(part.startswith(".") or part in ("demo", "build") for part in path.relative_to(ROOT).parts)
-        if not hidden and (room != "prose" or path.name != "CHANGELOG.md"):
+        if not any(part.startswith(".") or part in ("demo", "build") for part in path.relative_to(ROOT).parts):
             yield path
 
 

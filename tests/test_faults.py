@@ -116,6 +116,7 @@ def disturbed(name: str, root: Path, act: Callable[[int], object]) -> Any:
 def root(tmp_path, monkeypatch, own_cache) -> Path:
     monkeypatch.setattr("nbtools.folder.SAVE_EVERY", 0.0)  # a checkpoint at each log step, if it is cheap
     monkeypatch.setattr("nbtools.folder.SAVE_SHARE", 1.0)
+    monkeypatch.setattr("nbtools.data.fetch.PAUSE", 0.01)  # before a read that failed is tried again
     return tmp_path
 
 

@@ -213,11 +213,10 @@ class Workers(Feed):
         self.idle: list[DataLoader] = []
         self.start = start_method(pack.raw, device.type == "cuda") if plan.workers else None
 
-    def open(self, first: np.ndarray) -> DataLoader:
+    def open(self, ids: np.ndarray) -> DataLoader:
         """Return a loader whose workers start with the first batch. What a Dataset draws at random depends on that and
         the plan's seed: a resumed run does not repeat its beginning, and dropout's stream is left alone."""
         many, cuda = self.plan.workers > 0, self.device.type == "cuda"
-        seed = int(np.random.default_rng([self.plan.seed, *first]).integers(2**63))
         return DataLoader(
             self.pack.raw,
             batch_sampler=[],
@@ -227,7 +226,7 @@ class Workers(Feed):
             prefetch_factor=self.plan.prefetch if many else None,
             persistent_workers=many,
             worker_init_fn=begin,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(int(np.random.default_rng([self.plan.seed, *ids]).integers(2**63))),
             multiprocessing_context=self.start,
         )
 
@@ -247,11 +246,14 @@ class Workers(Feed):
                 yield on(self.device, raw)
         except GeneratorExit:  # the caller left early: the next call drops what is on its way
             pass
-        except PackError as error:  # of a worker with its traceback, which ends with the sentence
-            raise PackError(str(error).rpartition("PackError: ")[2].strip()) from None
-        except (RuntimeError, ConnectionError, EOFError) as error:  # of a worker that dies as it hands over a batch
-            if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker (pid"):
-                raise  # what the Dataset raised
+        except BaseException as error:
+            if loader._iterator is not None:  # garbage collection would do it in an order that takes 10 s per worker
+                loader._iterator._shutdown_workers()
+            if isinstance(error, PackError):  # of a worker with its traceback, which ends with the sentence
+                raise PackError(str(error).rpartition("PackError: ")[2].strip()) from None
+            lost = isinstance(error, ConnectionError | EOFError)  # of a worker that dies as it hands over a batch
+            if not lost and not str(error).startswith("DataLoader worker (pid"):
+                raise
             rule = "a worker process of the DataLoader died, probably because memory or /dev/shm ran out"
             fix = "set fewer workers or a smaller prefetch, and run it again to resume"
             raise TrainError(f"{rule}; {fix}", entry="The loader hangs") from error
@@ -260,10 +262,9 @@ class Workers(Feed):
 
 def start_method(data: Any, cuda: bool) -> str:
     """Return how workers start: by fork, which may deadlock beside CUDA, where it is usual or no other has the data."""
-    if not cuda and get_context().get_start_method() == "fork":
-        return "fork"
+    usual = not cuda and get_context().get_start_method() == "fork"
     with suppress(Exception):  # pickle raises whatever its objects do
-        return "fork" if b"__main__" in pickle.dumps(data) else "forkserver"
+        return "fork" if usual or b"__main__" in pickle.dumps(data) else "forkserver"
     return "fork"
 
 

@@ -160,8 +160,10 @@ def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_deat
     with pytest.raises((IndexError, TypeError)):
         next(stream)
     plan, broken = Plan(feed="workers", workers=1), dataclasses.replace(pack, raw=Broken())
-    with pytest.raises(RuntimeError, match="no such film"):
+    with pytest.raises(RuntimeError, match="no such film") as held:
         next(iter(open_feed(broken, plan, CPU)([np.array([0, 1])])))
+    assert not multiprocessing.active_children(), "a traceback keeps them, and its collection waits 10 s for each"
+    del held
     with pytest.raises(PackError, match=r"^item 1: no sound$"):
         next(iter(open_feed(broken, plan, CPU)([np.array([1])])))
     with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
