@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -63,8 +64,8 @@ CASES = {
     "hwdb": Case(1200, 4, -0.2),
     "sign": Case(960, 5, 0.5),
     "segment": Case(400, 4, 0.23),
-    "photos": Case(1536, 6, 0.95),
-    "arrays": Case(8192, 6, 0.95),
+    "photos": Case(1536, 10, 0.95),
+    "arrays": Case(8192, 10, 0.95),
 }
 """Minutes of training teach captchas; the other tasks get as far as their targets, which is not far."""
 
@@ -235,10 +236,9 @@ UNITS = {"rate": "samples/s", "target": "s", "start": "s", "wait": "% of trainin
 
 
 def figures(name: str, values: dict[str, dict[str, list[float]]]) -> list[Figure]:
-    """All that a task showed; last, its headline: nbtools' samples/s over the fastest peer's of each round."""
+    """All that a task showed; last, its headline: nbtools' samples/s over the fastest peer's, by their medians."""
     rates = values["rate"]
-    peers = [who for who in rates if who not in OURS]
-    best = {**rates, "peer": [max(each) for each in zip(*(rates[who] for who in peers), strict=True)]}
+    fastest = max((who for who in rates if who not in OURS), key=lambda who: statistics.median(rates[who]))
     made = [
         Figure.of(f"{who}: {what}", UNITS[what], each)
         for what, by_name in values.items()
@@ -249,7 +249,7 @@ def figures(name: str, values: dict[str, dict[str, list[float]]]) -> list[Figure
     reached = {who: each for who, each in values["target"].items() if all(map(math.isfinite, each))}
     later = [who for who in reached if who != "nbtools"] if "nbtools" in reached else []
     made += [Figure.of(f"time to target, {who} over nbtools", "×", times(reached, who, "nbtools")) for who in later]
-    return [*made, Figure.of(f"tasks_{name}", "×", times(best, "nbtools", "peer"))]
+    return [*made, Figure.of(f"tasks_{name}", "×", times(rates, "nbtools", fastest))]
 
 
 def main() -> None:
