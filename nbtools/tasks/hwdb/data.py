@@ -62,7 +62,7 @@ def pack(
     """Return the pack of pages (.dgrl) or of images of lines, from a folder, archive or link; a second call opens it,
     and interrupted packing resumes.
 
-    height: pixels that every line is scaled to; `auto`: by TIERS, 128 for a GPU of 40 GB, 32 without one.
+    height: pixels that every line is scaled to; `auto`: 128 for a GPU of 40 GB, 96 of 24, 64 of less, 32 without one.
     classes: the characters to know, as a string, a list, or a file with one per line; all others are UNKNOWN. By
     default the source's chars_list.txt, else every character of all its texts: one that occurs only in a test line is
     then read wrong, as it must be, while as UNKNOWN it could be called right.

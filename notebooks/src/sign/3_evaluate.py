@@ -3,7 +3,7 @@
 #
 # {badge}
 #
-# Shows which signs are recognised and which are confused, how long one prediction takes, and what the model predicts
+# Shows which signs are recognised and which are confused, and what the model predicts
 # while somebody is still signing. Without a trained run on your Drive it trains a short one first.
 #
 # **GPU:** any, or none. **Measured:** 5 s on two cores of an AMD EPYC (a cloud machine, no GPU), plus installation,
