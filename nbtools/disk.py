@@ -169,5 +169,4 @@ def lock(path: Path, busy: NbtoolsError | None = None) -> Iterator[None]:
 
 
 HELD: set[IO[Any]] = set()
-# A killed owner's workers live on for seconds, in which it may be started again.
-os.register_at_fork(after_in_child=lambda: [file.close() for file in HELD])
+os.register_at_fork(after_in_child=lambda: [file.close() for file in HELD])  # workers outlive a killed owner

@@ -14,7 +14,7 @@ from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
 from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
-from nbtools.errors import CheckpointError, MissingExtra, NbtoolsError, PackError, PlanError, TrainError
+from nbtools.errors import CheckpointError, MissingExtra, PackError, PlanError, TrainError
 from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
 from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
@@ -28,18 +28,18 @@ Callback = Callable[[Record, Run], Any]
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Give back memory after an error, also that of a notebook's traceback."""
+    """Give back memory: what of a run only cycles keep, and what the frames of a notebook's last error do."""
     try:
         yield
     except BaseException as error:
-        # IPython keeps a traceback until the next one, and with it the variables of its frames, such as a model.
         cause: BaseException | None = error if running_kernel() is not None else None
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
+        raise
+    finally:
         with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
             devices.give_back()
-        raise
 
 
 @letting_go()
@@ -80,7 +80,7 @@ def fit(
                 restore(folder, kept, fresh, progress)
             job = prepare(task, pack, plan, folder, kept, fresh, ranks, progress, samples)
             release_gpu = release_gpu and not job.state.over  # else nothing is trained
-        except NbtoolsError:
+        except BaseException:  # an interrupt amid the advice, too
             with suppress(OSError):  # of a disk that failed
                 if not there and folder.is_dir() and not folder.is_symlink():  # made or copied for this call
                     disk.remove(folder)
@@ -89,10 +89,8 @@ def fit(
         result, keeper, stopped = Run.open(folder, task), job.keeper, job.surface.requests.stop
         result.events = job.surface.events
         del job
-    if release_gpu:
-        devices.give_back()
-        if keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
-            release_runtime()
+    if release_gpu and keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
+        release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():
         raise KeyboardInterrupt(result)  # once everything is saved; it ends a script's loop over runs, too
     return result
@@ -193,8 +191,7 @@ def follow(job: Job, callbacks: Sequence[Callback], begun: float) -> float | Non
     """Watch the loop, and do what is requested; return the seconds from the call to the tenth step of a new run."""
     state, surface, run = job.state, job.surface, Run(job.folder, job.task, job.pack.card, job.state.applied)
     run.history, run.settle, new, cold_start = job.history, job.wait, not state.step, None
-    # Closed here and not with the traceback, which would keep the feed and its threads.
-    with closing((guard := Guard(job)).records()) as records:
+    with closing((guard := Guard(job)).records()) as records:  # a traceback would keep the feed and its threads
         for record in records:
             record = surface.measured(record)
             if new and record.kind == "step" and state.step == COLD_STEPS:

@@ -70,8 +70,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
             call = call.replace(**plan_for(task, pack, None).given())
     plan, (epoch, step) = plan_for(task, pack, call), last_place(index)
     changed = {name: value for name, value in plan.given().items() if value != index["given"].get(name, ...)}
-    # lr follows a batch size where the plan was made, see Plan.turn, and is given then
-    new = old.turn(**{"lr": old.lr, **changed}) if changed else old
+    new = old.turn(**{"lr": old.lr, **changed}) if changed else old  # lr follows the batch where a plan is made
     moved = new.changes_from(old)
     refused, why = moved.keys() & old.fixed_settings(resumed=True).keys(), "has started"
     if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
@@ -175,10 +174,12 @@ def begin(
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= (and keep=) for this one, or start over with fresh=True")
+    left = [path for path in folder.glob("*") if is_ours(path) or path.name.startswith("events.out.tfevents")]
+    if left and not any((folder / name).exists() for name in (CARD, checkpoint.INDEX)):  # a run begins with the card
+        raise CheckpointError(f"{folder} holds {left[0].name}, but no run; name another folder, run='runs/…'")
     with disk.explained("resuming a run" if former else "starting a run", folder):
-        for path in [folder / checkpoint.INDEX, *folder.glob("*")]:  # without its index the folder holds no run
-            ours = is_ours(path) or path.name.startswith("events.out.tfevents")  # TensorBoard's
-            if ours and (path.suffix == ".part" or not former):  # half-written when killed, or of the run before
+        for path in sorted(left, key=lambda path: (path.name != checkpoint.INDEX, path.name == CARD)):
+            if path.suffix == ".part" or not former:  # half-written when killed, or of the run before
                 disk.remove(path)
         disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
         disk.write_atomic(folder / PLAN, json.dumps(state.applied.to_dict(), indent=1))

@@ -41,7 +41,7 @@ class Run:
     def open(cls, folder: str | Path, task: TaskLike | None = None) -> Self:
         """Open a run folder, also one that `keep=` keeps. task: of a run whose own cannot be imported by name, only
         for what needs its network: `predict`, `model`, `export`, `report`, `nb.evaluate`. Raises CheckpointError."""
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         with disk.explained("opening a run", folder):
             if not (index := retry(lambda: checkpoint.read_index(folder), folder)):
                 why = f"no {checkpoint.INDEX}, so this is not a run folder" if folder.is_dir() else "no such folder"
@@ -108,6 +108,8 @@ class Run:
         """Return the epoch, from 1, of the weights that `model` returns, with its losses, metrics (val_…), lr, seconds
         and MiB; {} before an evaluation."""
         epoch, step = checkpoint.place(self.index.get("best", "0-0"))
+        if step > (self.history.rows or [{"step": 0}])[-1]["step"]:  # trained on since it was read
+            self.history.refresh()
         rows = [row for row in self.history.of("epoch") if row["step"] == step]
         return {**rows[-1], "epoch": epoch} if rows else {}
 
@@ -177,7 +179,7 @@ class Run:
             raise TrainError("predict(…, all=True) needs a task whose answers are classes; leave out all=")
         import pandas as pd
 
-        return pd.DataFrame(shares, None if names is None else pd.Index(names, name="file"), self.card.classes)
+        return pd.DataFrame(shares, None if names is None else pd.Index(names, name="file"), self.card.classes, float)
 
     def predict_pack(self, pack: Pack, ids: Collection[int], batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
@@ -203,7 +205,7 @@ class Run:
 
         return write(self, local(str(path)), pack)
 
-    def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[list[float]]]:
+    def answers(self, samples: Iterable[Sample], size: int = 64) -> tuple[list[Any], list[Any]]:
         """Return the answers to samples, `size` at a time, and of those that are classes the probability of each."""
         model, samples, card = self.model(), iter(samples), self.card
         device, answers, shares = next(model.parameters()).device, [], []
@@ -214,7 +216,8 @@ class Run:
             with suppress(TrainError):  # of outputs that are no tensor
                 logits = train.logits_of(outputs[0] if isinstance(outputs, tuple) else outputs).float()
                 if card.classes and logits.shape[1:] == (len(card.classes),):
-                    shares += (logits.sigmoid() if card.options.get("kind") == "labels" else logits.softmax(1)).tolist()
+                    labels = card.options.get("kind") == "labels"
+                    shares += [*(logits.sigmoid() if labels else logits.softmax(1)).cpu().numpy()]
         return answers, shares
 
     def read(self, item: Any, name: str = "") -> Sample:

@@ -72,7 +72,9 @@ def constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype
 
 @lru_cache(STAYING)
 def places(count: int, device: torch.device) -> Tensor:
-    """Return (count,) int64, from 0 on. Not to be modified."""
+    """Return (count,) int64, from 0 on. Not to be modified: those up to a power of two share memory."""
+    if count & (count - 1):
+        return places(1 << count.bit_length(), device)[:count]
     return torch.arange(count, device=device)
 
 

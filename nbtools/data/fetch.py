@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from threading import current_thread, main_thread
@@ -45,7 +45,7 @@ def cache() -> Path:
     place = Path(tempfile.gettempdir(), "nbtools")
     if place.exists() and not os.access(place, os.W_OK):  # another user's
         place = place.with_name(f"nbtools-{os.getuid()}")
-    return Path(os.environ.get("NBTOOLS_CACHE") or place).absolute()
+    return Path(os.environ.get("NBTOOLS_CACHE") or place).expanduser().absolute()
 
 
 def local(text: str) -> Path:
@@ -56,7 +56,7 @@ def local(text: str) -> Path:
     if ".." in inside.parts:
         raise StageError(f"{text}: a drive: path must stay inside My Drive, without `..`.")
     folder = os.environ.get("NBTOOLS_DRIVE")
-    return (Path(folder).absolute() if folder else mount()) / inside
+    return (Path(folder).expanduser().absolute() if folder else mount()) / inside
 
 
 def drive_path(path: str | Path) -> Path:
@@ -216,7 +216,7 @@ def fetch_all(files: Mapping[str, File], folder: Path, part: Path, name: str, pr
             try:
                 fetch(file, part, shown.update)
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                disk.rename(part, folder / path)
+                os.replace(part, folder / path)  # durable with all others, once the folder is published
             except OSError as error:
                 if error.errno != errno.EOPNOTSUPP:  # of what Drive lists and cannot read
                     raise
@@ -343,7 +343,7 @@ def files_at(address: str) -> dict[str, File]:
         if drive_address(there).partition("&")[0] not in ("", link.partition("&")[0]):
             return files_at(there)
         raise StageError(f"{file.place}: {about_page(file.page)}", entry=PAGE)
-    return {"": file}
+    return {"": file if link else replace(file, place=address)}  # what it redirects to may expire amid a retry
 
 
 def files_in_folder(address: str) -> dict[str, File]:

@@ -146,9 +146,11 @@ class Pack(show.Table):
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the memory map of each column's values, private to this process: writes do not reach the file."""
-        files = {name: self.folder / f"{name}.npy" for name in self.columns}
+        files = {name: path for name in self.columns if (path := self.folder / f"{name}.npy").exists()}
+        with contextlib.suppress(OSError):  # Linux lets no process write to maps larger than its memory
+            return {name: np.load(path, mmap_mode="c") for name, path in files.items()}
         with disk.explained("reading a pack", self.folder):
-            return {name: np.load(path, mmap_mode="c") for name, path in files.items() if path.exists()}
+            return {name: np.load(path, mmap_mode="r") for name, path in files.items()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:

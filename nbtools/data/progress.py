@@ -96,7 +96,11 @@ def in_notebook() -> bool:
 
 def cores() -> int:
     """Return the CPU cores that this process may use, which containers make fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        count = min(count, max(1, quota // period))
+    return count
 
 
 def side_by_side(work: Callable[[T], R], items: Iterable[T]) -> Generator[R, None, None]:

@@ -96,8 +96,7 @@ class Messages:
                 return 0
             self.stream.flush(POLLIN)
             while self.comms:
-                # In a separate context: the cell's variables (its parent header among them) are unchanged.
-                contextvars.copy_context().run(self.answer, self.comms.popleft())
+                contextvars.copy_context().run(self.answer, self.comms.popleft())  # the cell's own stays as it is
                 count += 1
         except Exception as error:
             self.fail(error)

@@ -201,7 +201,6 @@ class Search:
         least, own = min(costs.values(), default=0.0), costs.get("", 0.0)
         best = "" if own else min(costs, key=costs.__getitem__, default="")  # where the rules' own does not train
         faster = [name for name in costs if own >= FASTER * costs[name]]
-        # of equal ones first that which changes least
         for name in sorted(faster, key=lambda name: (costs[name] > NEAR * least, len(changes[name]), costs[name])):
             whys[name] = "is faster, but there was no time to check that it learns the same"
             with self.until("its losses") as clock:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -81,6 +81,13 @@ class Turn(NamedTuple):
     host_s: float
 
 
+def epochs(state: TrainState, feed: Feed, pack: Pack, plan: Plan) -> Generator[Raw, None, None]:
+    """Yield the batches of one epoch after another, in the order in which training sees them."""
+    for epoch in count():
+        state.epoch = epoch
+        yield from feed(epoch_batches(pack, plan, epoch))
+
+
 class Stepper:
     """A separate model in training, at an lr that moves no weight unless it is `learning`.
 
@@ -101,30 +108,22 @@ class Stepper:
     ):
         pack = as_task(task).part(pack, plan)
         require_sizes(pack, plan)
-        if device.type == "cuda":
-            devices.give_back()  # what an earlier one had, which a cycle keeps alive
         self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
         self.clock, self.halves = clock, halves
         self.state = TrainState(with_own_model(self.task), pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)  # threads or processes
-        self.batches: Generator[Raw, None, None] = self.epochs()
+        self.batches: Generator[Raw, None, None] = epochs(self.state, self.feed, pack, plan)
         self.turns, self.cold_s, self.pace = list[Turn](), 0.0, 0.0  # pace: seconds of a step in the last turn
         self.loss: Tensor | float = 0.0  # sum over the samples of the last step
         self.state.restore_rng()
-
-    def epochs(self) -> Generator[Raw, None, None]:
-        """Yield the batches of one epoch after another, in the order in which training sees them."""
-        for epoch in count():
-            self.state.epoch = epoch
-            yield from self.feed(epoch_batches(self.pack, self.plan, epoch))
 
     def repeat(self, batch_size: int, number: int = 1) -> float:
         """Go on with so many typical batches of a size again and again; return how many samples one stands for."""
         plan = self.plan.replace(batch_size=batch_size, micro_batch_size=None)
         ids, stands_for = typical(self.pack, plan, number)
-        self.batches = (raw for _ in count() for raw in self.feed(ids * REPEATED))
+        self.batches = (raw for feed in repeat(self.feed) for raw in feed(ids * REPEATED))  # not of `self`: a cycle
         self.turns.clear()
         return stands_for
 

@@ -171,8 +171,7 @@ class Keeper:
         with disk.explained("keeping a run", target):
             self.before = retry(lambda: read_index(target), target)
         self.queue: SimpleQueue[bool] = SimpleQueue()
-        # A daemon: a process can end while a copy hangs, which it could not with a ThreadPoolExecutor.
-        self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)
+        self.thread = Thread(target=self.work, name="nbtools-keeper", daemon=True)  # ends though a copy hangs
         self.thread.start()
 
     def keep(self) -> None:

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from nbtools.errors import TrainError
 from nbtools.train.plan import Plan
 
-# Without it torch refuses matrix products on CUDA under Plan.deterministic. It costs 24 MiB, on Hopper none.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for Plan.deterministic: 24 MiB, on Hopper none
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GRAPH_DEVICES = ("cuda",)
@@ -104,8 +103,7 @@ def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
     require(plan, device, processes)
     torch.use_deterministic_algorithms(plan.deterministic)
     if device.type == "cpu" and hasattr(LIBRARY, "mallopt"):
-        # malloc keeps what tensors free: else a step spends 5 to 20 % (captcha guide) of its time on page faults.
-        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+        LIBRARY.mallopt(TRIM_THRESHOLD, 2**31 - 1)  # else page faults take 5 to 20 % of a step (captcha guide)
         any(LIBRARY.mallopt(MMAP_THRESHOLD, size) for size in (2**30, 2**25))  # some allow no more
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False  # but for `autotuning`

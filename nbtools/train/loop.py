@@ -124,8 +124,7 @@ def records(state: TrainState) -> Iterator[Record]:
     if state.step % min(50, max(1, math.ceil(state.epoch_size / state.applied.batch_size) // 10)) == 0:
         rows = meter.rows()  # the last log step's, which may end the loop here
         meter.log(state.record("step", readings(state)), state.scaler)
-    # Several ranks wait: they must all see at the same step that training diverged.
-    rows += meter.rows(wait=state.ranks.world > 1)
+    rows += meter.rows(wait=state.ranks.world > 1)  # several must see at the same step that training diverged
     yield from rows
     while state.events:
         yield state.record("event", {"what": state.events.pop(0)})

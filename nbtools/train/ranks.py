@@ -103,8 +103,7 @@ class Ranks:
             return network
         wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True, find_unused_parameters=True)
         wrapped.broadcast_buffers = False  # an argument until torch 2.12
-        # Freed after the reducer, which would join gloo's threads while they may wait for Python's lock.
-        vars(wrapped)["freed_last"] = wrapped.process_group
+        vars(wrapped)["freed_last"] = wrapped.process_group  # the reducer joins gloo's threads, which wait for the GIL
         return wrapped
 
     def align(self, buffers: Iterable[Tensor]) -> None:

@@ -233,9 +233,9 @@ class TrainState:
             first = [*str(error).splitlines()[1:], str(error)][0].strip().rstrip(". ")
             raise CheckpointError(f"the checkpoint has the weights of another network: {first}; {OTHER_RUN}") from None
         self.load_moments({**below(tensors, "optimizer."), **facts["optimizer"]})
-        groups, saved = self.optimizer.param_groups, [] if self.built_in else facts.get("groups", [])
+        groups, saved = self.optimizer.param_groups, facts.get("groups", [])
         for group, numbers in zip(groups, saved, strict=True) if len(groups) == len(saved) else ():
-            group.update(numbers)  # such as the step size that Prodigy finds
+            group.update({"lr_scale": numbers["lr_scale"]} if self.built_in else numbers)  # also Prodigy's step size
         vars(self).update(copy.deepcopy(facts["position"]), **facts["recovery"], stopped=facts["stopped"])
         self.best = Best(**facts["best"])
         self.forget_graphs()  # they update the moments that were there

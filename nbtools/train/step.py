@@ -98,8 +98,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
     parts = micro_batches(state, raw, size)
     if len(parts) == 1 and ranks.world == 1:
         return backward(state, raw, None)
-    # DDP takes the mean of the ranks' gradients with the last part: of sum / (size / shares), so of sum / size.
-    # The count is known only at the end.
+    # DDP takes the mean of gradients: of sum / (size / shares), so of sum / size; the count is known only at the end.
     shares = ranks.shares(size)
     loss_sum, count = torch.zeros((), device=state.device), 0
     for part in parts:

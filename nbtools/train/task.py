@@ -284,8 +284,7 @@ def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, 
 def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
     """Yield a line a module, with its type and its plain settings, and a line a tensor, with its shape or values."""
     for name, module in model.named_modules():
-        # SyncBatchNorm takes the place of BatchNorm in several processes, and the run stays the same
-        kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__
+        kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__  # also ranks' Sync…
         yield f"{name}: {kind}({', '.join(settings(module, values))})".removeprefix(": ")
     for name, tensor in model.state_dict().items():
         yield f"{name} {[*tensor.shape]} {digest(tensor) if values else ''}".strip()

@@ -9,6 +9,8 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -68,7 +70,7 @@ def contents(made: Pack) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in made.verify().manifest["files"].items()}
 
 
-def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
+def test_fixed_and_ragged_columns_come_back_as_they_went_in(place, monkeypatch):
     rng = np.random.default_rng(0)
     samples = [
         {
@@ -91,6 +93,9 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place):
     made.arrays["image"][:] = 7  # memory can be written, and the file stays
     np.testing.assert_array_equal(np.load(made.verify().folder / "image.npy")[0], samples[0]["image"])
     assert "line float32 (·, 6)" in str(made)
+    load, large = np.load, MagicMock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    monkeypatch.setattr(np, "load", lambda *of, mmap_mode=None: (large if mmap_mode == "c" else load)(*of))
+    np.testing.assert_array_equal(Pack.open(made.folder).arrays["image"][0], samples[0]["image"])
 
 
 UNLIKE = {  # what is said of a second sample → its arrays
@@ -223,6 +228,12 @@ def long(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
+def test_a_containers_share_of_the_cores_counts(monkeypatch):
+    for text, count in (("max 100000", progress.cores()), ("150000 100000", 1)):
+        monkeypatch.setattr(progress, "Path", lambda _, text=text: SimpleNamespace(read_text=lambda: text))
+        assert progress.cores() == count
+
+
 def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(place, request):
     def late(path, options):
         assert path.name != "99.npy" or [*place.glob("*.part/*/new/x.npy")], "arrays are written while files are read"

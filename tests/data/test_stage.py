@@ -114,6 +114,8 @@ def test_the_cache_is_the_users_own_where_the_common_one_is_somebody_elses(place
     assert cache() == put(place / "nbtools" / "a").parent
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert cache() == place / f"nbtools-{os.getuid()}"
+    monkeypatch.setenv("NBTOOLS_CACHE", "~/mine")
+    assert cache() == Path.home() / "mine"
 
 
 OLD = tar_bytes({"digits/b": bytes(2_560_000)})
@@ -306,6 +308,7 @@ PAGES = (  # a path → status, page or where it moved to; the first that matche
     (r"sign-in", 403, SIGN_IN),
     (r"id=quota", 200, QUOTA),
     (r"busy", 429, ""),
+    (r"/moved", 302, "/there.tar"),
     (r"/open\?id=shortcut", 302, "/file/d/with-key/view?resourcekey=0-k"),
     (r"/open\?id=folder", 302, "/drive/folders/folder?usp=drive_open"),
     (r"/uc\?.*id=(file|with-key)", 200, SCAN),
@@ -385,6 +388,10 @@ def test_an_address_is_downloaded_once_and_resumed_where_the_connection_drops_in
         Web.ranges, Web.drop, Web.data = True, None, data
         assert [*tree(stage(address))] == [name]
         assert Web.requests[-1][1] == wanted
+    Web.drop = 1_500_000
+    stage(f"{site}/moved")
+    assert [path for path, _ in Web.requests[-4:]] == 2 * ["/moved", "/there.tar"], "the second address may expire"
+    Web.drop = None
     with patch.object(fetch.disk, "rename", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         stage(f"{site}/whole.tar")
     count = len(Web.requests)

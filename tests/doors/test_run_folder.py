@@ -8,6 +8,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import own
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtools as nb
+from nbtools import disk
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.live import send
 from nbtools.measure import Advice, LrTrial
@@ -177,7 +179,11 @@ def test_a_run_keeps_the_trial_that_chose_its_lr_and_says_the_remarks_of_its_pac
     assert "1 class without a val sample" in capsys.readouterr().err
 
 
-def test_a_refused_call_without_a_name_leaves_no_folder(pack):
+def test_a_refused_or_interrupted_call_without_a_name_leaves_no_folder(pack, monkeypatch):
+    monkeypatch.setattr("nbtools.measure.advise", MagicMock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        fit(pack, None)
+    assert list(Path("runs").iterdir()) == []
     refused(pack, PLAN.replace(batch_size=10**6), None, says="larger than the train split")
     assert list(Path("runs").iterdir()) == []
     with lock(fit(pack, PLAN).folder):
@@ -226,8 +232,11 @@ def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_b
     falls: dict[str, Any] = {"schedule": lambda plan: lambda progress: 1 - progress}
     for folder, plan, given in (("r", PLAN.replace(schedule="cosine"), {}), ("own", PLAN, falls)):
         fit(pack, plan, folder, task(**given))
-        refused(pack, plan.replace(lr=0.1), folder, task(**given), says=r"finished.*lr 0.01 → 0.1.*fresh=True")
+        seen, same = nb.Run.open(folder, task(**given)), r"finished.*lr 0.01 → 0.1.*fresh=True"
+        assert seen.best["epoch"] <= 2
+        refused(pack, plan.replace(lr=0.1), folder, task(**given), says=same)
         assert epochs(fit(pack, plan.replace(epochs=4), folder, task(**given))) == 4
+        assert seen.best["epoch"] > 2, "as it is now"
         assert "epochs 2 → 4: lr continues at 0.005; it had reached 0" in capsys.readouterr().err
 
 
@@ -250,6 +259,10 @@ def test_fresh_starts_over_and_leaves_other_files_alone(pack):
     run = fit(pack, PLAN.replace(epochs=1, lr=0.1), "r", task(nn.Tanh), fresh=True)
     assert (epochs(run), nb.Run.open("r", task(nn.Tanh)).plan.lr) == (1, 0.1)
     assert Path("r/thesis.txt").read_text() == "mine"
+    Path("r").rename("out")
+    disk.remove(Path("out/run.json"))
+    disk.remove(Path("out/card.json"))
+    refused(pack, PLAN, "out", says="out holds .*, but no run; name another folder", error=CheckpointError)
 
 
 def test_a_lost_folder_comes_back_and_a_kept_run_that_is_further_is_taken_over(pack, monkeypatch):

@@ -1,6 +1,7 @@
 """What a step's profile measures is so, and the verdict that follows is right: on jobs whose parts take known times."""
 
 import gc
+import multiprocessing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -99,3 +100,6 @@ def test_measuring_leaves_random_states_and_switches_as_they_were_and_prints_not
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
     assert not torch.are_deterministic_algorithms_enabled()
+    for act in (Stepper.warm_up, lambda stepper: stepper.repeat(8), lambda stepper: next(stepper.batches)):
+        act(Stepper(toy, pack, PLAN.replace(feed="workers", workers=1), torch.device("cpu")))
+        assert not multiprocessing.active_children(), "to collect them would take 10 s each"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbtools.data import Card, Column, Draws, Keys
+from nbtools.data import Card, Column, Draws, Keys, places
 from nbtools.errors import TrainError
 from nbtools.train.defaults import STRENGTHS, augment, strengths
 
@@ -27,6 +27,7 @@ def test_the_numbers_of_a_sample_do_not_depend_on_batch_size_or_order_nor_touch_
     whole = sequence(Draws(5, 2, IDS))
     assert torch.equal(torch.get_rng_state(), before)
     assert [part.shape[1:] for part in whole] == [(), (2, 3), (2,), (40,), ()]
+    assert places(700, IDS.device).data_ptr() == places(1000, IDS.device).data_ptr(), "else each length stays"
     order, keys = torch.randperm(1000, generator=torch.Generator().manual_seed(0)), Keys(1000, IDS.device)
     for ids in (*order.split(size)[:20], IDS[:0]):
         for draws in (Draws(5, 2, ids), Draws(5, 2, ids, keys)):

@@ -117,6 +117,11 @@ def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimize
     assert {record.values["lr"] for record in history if record.kind == "step"} == {PLAN.lr / 2}
     assert [g["lr"] for g in state.optimizer.param_groups] == pytest.approx([PLAN.lr / 2, 2 * PLAN.lr])
     assert [g["weight_decay"] for g in state.optimizer.param_groups] == [0.1, 0.0]
+    task.optimizer = nb.classify(points).optimizer
+    before = nb.TrainState(task, pack, PLAN)
+    after = nb.TrainState(task, pack, PLAN.replace(lr=10 * PLAN.lr))  # as it was changed when the run resumes
+    after.load(before.tensors(), before.facts())
+    assert [g["lr_scale"] for g in after.optimizer.param_groups] == pytest.approx([1, 4])
 
 
 def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(pack, tmp_path):
