@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import sys
 from collections import OrderedDict
 from functools import partial
 from itertools import count
@@ -180,8 +181,8 @@ def test_a_run_keeps_the_trial_that_chose_its_lr_and_says_the_remarks_of_its_pac
 
 
 def test_a_refused_or_interrupted_call_without_a_name_leaves_no_folder(pack, monkeypatch):
-    monkeypatch.setattr("nbtools.measure.advise", MagicMock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sys.modules["nbtools.fit"], "prepare", MagicMock(side_effect=KeyboardInterrupt))
         fit(pack, None)
     assert list(Path("runs").iterdir()) == []
     refused(pack, PLAN.replace(batch_size=10**6), None, says="larger than the train split")
