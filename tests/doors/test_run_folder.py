@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import own
@@ -180,10 +180,10 @@ def test_a_run_keeps_the_trial_that_chose_its_lr_and_says_the_remarks_of_its_pac
     assert "1 class without a val sample" in capsys.readouterr().err
 
 
-def test_a_refused_or_interrupted_call_without_a_name_leaves_no_folder(pack, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sys.modules["nbtools.fit"], "prepare", MagicMock(side_effect=KeyboardInterrupt))
-        fit(pack, None)
+def test_a_refused_or_interrupted_call_without_a_name_leaves_no_folder(pack):
+    stop = MagicMock(side_effect=KeyboardInterrupt)
+    with patch.object(sys.modules["nbtools.fit"], "prepare", stop), pytest.raises(KeyboardInterrupt):
+        fit(pack)
     assert list(Path("runs").iterdir()) == []
     refused(pack, PLAN.replace(batch_size=10**6), None, says="larger than the train split")
     assert list(Path("runs").iterdir()) == []
