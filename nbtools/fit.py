@@ -28,7 +28,7 @@ Callback = Callable[[Record, Run], Any]
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """Give back memory: what of a run only cycles keep, and what the frames of a notebook's last error do."""
+    """Give back memory after an error, also what the frames of a notebook's last one keep."""
     try:
         yield
     except BaseException as error:
@@ -36,10 +36,9 @@ def letting_go() -> Iterator[None]:
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
-        raise
-    finally:
         with suppress(RuntimeError):  # of a GPU that no longer answers: the first error counts
             devices.give_back()
+        raise
 
 
 @letting_go()
@@ -89,6 +88,8 @@ def fit(
         result, keeper, stopped = Run.open(folder, task), job.keeper, job.surface.requests.stop
         result.events = job.surface.events
         del job
+    if release_gpu or running_kernel() is not None:
+        devices.give_back()  # what of the run only cycles keep; a script's next run does
     if release_gpu and keeper and keeper.trouble is None and not stopped and str(keep).startswith("drive:"):
         release_runtime()
     if interrupted and running_kernel() is None and not is_torchelastic_launched():

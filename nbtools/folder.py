@@ -175,8 +175,9 @@ def begin(
         rule = f"{folder} holds another run ({'; '.join(differing)})"
         raise CheckpointError(f"{rule}; name another run= (and keep=) for this one, or start over with fresh=True")
     left = [path for path in folder.glob("*") if is_ours(path) or path.name.startswith("events.out.tfevents")]
-    if left and not any((folder / name).exists() for name in (CARD, checkpoint.INDEX)):  # a run begins with the card
-        raise CheckpointError(f"{folder} holds {left[0].name}, but no run; name another folder, run='runs/…'")
+    whole = {path.name for path in left if path.suffix != ".part"}
+    if whole and not whole & {CARD, checkpoint.INDEX}:  # a run begins with its card
+        raise CheckpointError(f"{folder} holds {min(whole)}, but no run; name another folder, run='runs/…'")
     with disk.explained("resuming a run" if former else "starting a run", folder):
         for path in sorted(left, key=lambda path: (path.name != checkpoint.INDEX, path.name == CARD)):
             if path.suffix == ".part" or not former:  # half-written when killed, or of the run before

@@ -134,9 +134,8 @@ def join() -> Ranks:
         torch.cuda.set_device(device)
         backend = {"backend": "nccl", "device_id": device}
     store, rank, world = next(rendezvous("env://", timeout=limit()))
-    # An earlier run left its addresses there, and where torchrun's agent has the store, also an earlier attempt.
     attempt = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    store = PrefixStore(f"nbtools/{attempt}/{next(JOINS)}", store)
+    store = PrefixStore(f"nbtools/{attempt}/{next(JOINS)}", store)  # an earlier run or attempt left its addresses
     dist.init_process_group(timeout=limit(), store=store, rank=rank, world_size=world, **backend)
     return Ranks(device)
 

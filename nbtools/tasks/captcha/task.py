@@ -82,7 +82,6 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 def for_lines(card: Card, cuda: bool) -> dict[str, tuple[Any, str]]:
     """Return the settings of lines. Measured on a CPU with 3,100 real captchas; no GPU was available."""
     epochs, sqrt = epochs_for(card, LINES), f"the CPU's 3e-3 at batch 32 by the sqrt rule, {THUMB}"
-    # on a CPU oneDNN keeps what it planned for each width, and the heap around it has ever more holes
     padding = "a third as many widths for 1 % more padding" if cuda else "a sixth as many widths for 2 % more padding"
     return {
         "network": ("ctc", "lines need CTC"),
