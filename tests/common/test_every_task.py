@@ -59,10 +59,9 @@ def test_workers_read_the_files_as_the_pack_holds_them_and_else_none_is_read_aga
 
 
 @pytest.mark.full
-@pytest.mark.alone
 def test_ten_thousand_files_are_validated_on_four_fifths_of_the_cores(tmp_path):
-    few, many, shares = [*captcha.demo(tmp_path / "few", 500).rglob("*.png")], tmp_path / "many", []
-    many.mkdir()
+    few, shares = [*captcha.demo(tmp_path / "few", 500).rglob("*.png")], []
+    (many := tmp_path / "many").mkdir()
     for i in range(10_000):
         os.link(few[i % 500], many / f"{few[i % 500].stem.split('_')[0]}_{i}.png")
     for _ in range(3):  # others may take a core amid one

@@ -193,22 +193,6 @@ def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, wat
         assert dry or timing.samples_per_s == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "count", "size"), [("captcha guide", 12_000, 256), ("sign transformer", 240, 32)])
-def test_the_cost_of_deterministic_convolutions_is_printed(name, count, size, packs, gpu, monkeypatch, capsys):
-    """For a person to decide by: `cudnn.deterministic` is to be the default where the GPU works 2 % longer at most."""
-    plan, took = CASES[name].plan.replace(amp="bf16", channels_last=True, batch_size=size), []
-    with untouched(gpu):
-        stepper = Stepper(CASES[name].task, packs(name, count), plan, gpu).warm_up()
-        for turn in range(12):
-            monkeypatch.setattr(torch.backends.cudnn, "deterministic", turn % 2 == 1)
-            stepper.advance(steps=3)  # the first of these chooses kernels
-            took.append(stepper.device_s())
-    ratios = [after / before for before, after in zip(took[2::2], took[3::2], strict=True)]
-    with capsys.disabled():
-        print(f"\n{name}: {median(ratios):.3f}× by cudnn.deterministic ({min(ratios):.3f}–{max(ratios):.3f})")
-    assert np.isfinite([*ratios, float(stepper.loss)]).all()
-
-
 def test_each_format_is_measured_and_torch_is_left_as_it_was(device):
     before = torch.get_float32_matmul_precision()
     rates = {name: max(each, default=0.0) for name, each in check().rates.items()}

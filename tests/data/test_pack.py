@@ -9,8 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -228,13 +227,7 @@ def long(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="nothing else forks")
-def test_a_containers_share_of_the_cores_counts(monkeypatch):
-    for text, count in (("max 100000", progress.cores()), ("150000 100000", 1)):
-        monkeypatch.setattr(progress, "Path", lambda _, text=text: SimpleNamespace(read_text=lambda: text))
-        assert progress.cores() == count
-
-
-def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(place, request):
+def test_a_long_source_of_small_samples_is_read_by_a_process_for_each_core_into_the_same_pack(place, request):
     def late(path, options):
         assert path.name != "99.npy" or [*place.glob("*.part/*/new/x.npy")], "arrays are written while files are read"
         return read(path, options)
@@ -242,6 +235,8 @@ def test_a_long_source_of_small_samples_is_read_by_processes_into_the_same_pack(
     source = vectors(place / "raw", 200)
     (source / "5.npy").write_bytes(b"no array")
     alone = pack(source, read=late, into=place / "alone")
+    with patch.object(progress, "Path", lambda _: put(place / "cpu.max", b"150000 100000")):
+        assert progress.cores() == 1, "a container's share of them"
     request.getfixturevalue("long")
     processes = pack(source, read=late, into=place / "processes")
     assert (contents(processes), processes.bad["file"].tolist()) == (contents(alone), ["5.npy"])

@@ -233,9 +233,8 @@ def test_more_epochs_say_the_lr_that_they_mean_and_any_other_change_is_refused_b
     falls: dict[str, Any] = {"schedule": lambda plan: lambda progress: 1 - progress}
     for folder, plan, given in (("r", PLAN.replace(schedule="cosine"), {}), ("own", PLAN, falls)):
         fit(pack, plan, folder, task(**given))
-        seen, same = nb.Run.open(folder, task(**given)), r"finished.*lr 0.01 → 0.1.*fresh=True"
-        assert seen.best["epoch"] <= 2
-        refused(pack, plan.replace(lr=0.1), folder, task(**given), says=same)
+        assert (seen := nb.Run.open(folder, task(**given))).best["epoch"] <= 2
+        refused(pack, plan.replace(lr=0.1), folder, task(**given), says=r"finished.*lr 0.01 → 0.1.*fresh=True")
         assert epochs(fit(pack, plan.replace(epochs=4), folder, task(**given))) == 4
         assert seen.best["epoch"] > 2, "as it is now"
         assert "epochs 2 → 4: lr continues at 0.005; it had reached 0" in capsys.readouterr().err
