@@ -2,12 +2,12 @@
 
     python -m benchmarks.tasks [--task captcha] [--count 4000] [--peer pytorch] [--rounds 3] [--quick]
 
-All train the same network with the same batches, augmentation and schedule (`benchmarks.peers`, `.your_own`); nbtools
-by the plan that it advises, the peers with that plan's settings and the levers that are fastest for each of them:
-precision, memory layout and DataLoader workers by a trial of a few seconds each, compilation, which is the same call
-in all, by one of plain PyTorch. `guide` is the task's BASELINE with the same network. Advice and trials are not
-counted, nbtools' packing is. Each run is a process of its own, so that none finds what another left; rounds run all of
-them in turns.
+All train the same network with the same batches (a user's own Dataset each shuffles), augmentation and schedule
+(`benchmarks.peers`, `.your_own`); nbtools by the plan that it advises, the peers with that plan's settings and the
+levers that are fastest for each of them: precision, memory layout and DataLoader workers by a trial of a few seconds
+each, compilation, which is the same call in all, by one of plain PyTorch. `guide` is the task's BASELINE with the same
+network. Advice and trials are not counted, nbtools' packing is. Each run is a process of its own, so that none finds
+what another left; rounds run all of them in turns.
 
 samples/s: of whole epochs after the first, evaluation and the best weights' file included. to target: until the first
 evaluation on the validation split that reached it, from the call of the program; its imports are not counted. wait: the

@@ -7,6 +7,7 @@ memory, with a network that takes longer. The peers read them through the DataLo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ class Problem(NamedTuple):
 PROBLEMS = {"photos": Problem(write_photos, Photos, 8), "arrays": Problem(write_arrays, read_arrays, 32)}
 
 
+@lru_cache  # read once in a process, as a user's script does
 def parts(source: Path) -> tuple[Subset, Subset]:
     """7/8 of the problem in a folder of its name to train on, and the rest, at random."""
     data = PROBLEMS[source.name].read(source)

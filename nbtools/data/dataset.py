@@ -205,8 +205,7 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
     place = descend(names, "")
     folders = inside(names, place)
     deep = {f: word for f in folders if (word := split_word(f)) and inside(names, f"{place}{f}/")}
-    inner = (name[len(place) :].split("/")[1:-1] for name in names if name.startswith(place))
-    below = {split_word(deeper[0]) for deeper in inner if deeper}
+    below = {split_word(inner[1]) for name in names if len(inner := name.removeprefix(place).split("/")) > 2}
     crossed = split is None and None not in below and not deep and {"train"} < below  # class/train/…, class/test/…
     places = [(word, place) for word in sorted(map(str, below))] if crossed else [(split, place)]
     if split is None and "train" in deep.values():

@@ -137,7 +137,8 @@ class Items:
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
             values = forms.plain_values(parts, self.resize, self.text, self.marked)
         except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
-            if isinstance(error, NbtoolsError) or disk.is_away(error) or "CUDA" in str(error):  # not of this item alone
+            cuda = isinstance(error, RuntimeError) and "CUDA" in str(error)  # torch's, which is not of this item alone
+            if isinstance(error, NbtoolsError) or disk.is_away(error) or cuda:
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
         if isinstance(label := values.get(TARGET), int) and names and self.options.classes is not False:
