@@ -29,11 +29,8 @@ class Table:
     def footer(self) -> str:
         return ""
 
-    def __str__(self) -> str:
-        return "\n".join(filter(None, [self.caption(), text(*self.table()), self.footer()]))
-
     def __repr__(self) -> str:
-        return str(self)
+        return "\n".join(filter(None, [self.caption(), text(*self.table()), self.footer()]))
 
     def _repr_html_(self) -> str:
         return html(*self.table(), self.caption()) + "".join(map(note, self.footer().splitlines()))
