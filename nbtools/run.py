@@ -17,7 +17,7 @@ from nbtools import disk, live, show, train
 from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, digest, in_notebook, items_of, local, retry, say
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.measure import LrTrial, Receipt, Verdict
-from nbtools.show import header, number, plural
+from nbtools.show import number, plural
 from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Run:
     def reached(self) -> str:
         """Return the best value: `whole accuracy 0.953 in epoch 7`; "" before the first evaluation."""
         best, metric = self.best, self.metric[0]
-        return f"{header(metric)} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
+        return f"{metric.replace('_', ' ')} {number(best[f'val_{metric}'])} in epoch {best['epoch']}" if best else ""
 
     def summary(self) -> "pd.DataFrame":
         """Return a row per epoch, from 1: losses, metrics, samples/s, share of waiting, seconds, lr, batch, MiB."""
@@ -390,7 +390,7 @@ class Comparison:
         best, *others = sorted(values, key=lambda name: -sign * values[name])
         count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs)
         share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
-        by = "validation loss" if metric == "loss" else header(metric)
+        by = "validation loss" if metric == "loss" else metric.replace("_", " ")
         if level := [name for name in others if alike(values[best], values[name], count, share)]:
             list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
             why = f"on {plural(int(count), 'validation sample')}, chance alone can explain such a difference"

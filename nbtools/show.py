@@ -13,7 +13,6 @@ from tqdm.utils import disp_len
 
 EMPTY = "–"  # a cell of what is not known
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[kMGT]?B|ms|s|min|h|d)(?!\w))")  # the space before one, where no line ends
-HEADERS = {"data_wait": "waiting for data", "minutes": "time", "samples_per_s": "samples/s"}
 Rows = Sequence[Sequence[Any]]
 
 
@@ -100,11 +99,6 @@ def fill_cells(headers: Sequence[str], rows: Rows) -> list[list[str]]:
 def plain(line: str) -> str:
     """Return a line with control characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
-
-
-def header(name: str) -> str:
-    """Return the name of a column or metric as a user reads it: `whole accuracy`."""
-    return HEADERS.get(name, name.replace("_", " "))
 
 
 def shown(value: Any, none: str = "none") -> str:

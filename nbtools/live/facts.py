@@ -15,7 +15,7 @@ import numpy as np
 from nbtools.data import Pack, choose
 from nbtools.live.plot import Columns, curve_of
 from nbtools.measure import machine
-from nbtools.show import EMPTY, digits, duration, header, number, percent, size
+from nbtools.show import EMPTY, digits, duration, number, percent, size
 from nbtools.train import Record, TrainState, order
 
 STARTING, COMPILING, TRAINING, EVALUATING = "starting", "compiling", "training", "evaluating"
@@ -80,7 +80,7 @@ def facts(columns: Columns, about: About, status: str) -> Iterator[Fact]:
 def best(columns: Columns, metric: str) -> Fact:
     """Return the best evaluation at an epoch's end so far. metric: with a minus where lower is better."""
     name, sign = metric.lstrip("-"), -1.0 if metric.startswith("-") else 1.0
-    column, label = f"val_{name}", f"best {header(name)}"
+    column, label = f"val_{name}", f"best {name.replace('_', ' ')}"
     rows = [row for row in columns.epochs if isinstance(row.get(column), (int, float)) and math.isfinite(row[column])]
     if not rows:
         return Fact(label, EMPTY)

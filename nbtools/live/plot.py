@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from nbtools.show import digits, exponent, header, number
+from nbtools.show import digits, exponent, number
 from nbtools.train import History
 
 COLOURS = BLUE, VERMILLION, GREEN, *_ = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
@@ -187,7 +187,7 @@ def metrics(columns: Columns) -> list[Chart]:
     shares, others = [], []
     names = dict.fromkeys(name for _, name in columns.columns if name.startswith("val_") and name != "val_loss")
     for k, name in enumerate(names):
-        line = curve_of(header(name.removeprefix("val_")), columns.series(name, *EVALUATED), COLOURS[(k + 2) % 6])
+        line = curve_of(name[4:].replace("_", " "), columns.series(name, *EVALUATED), COLOURS[(k + 2) % 6])
         (shares if np.abs(line.y).min() <= 1 else others).append(line)
     charts = [("validation metrics", shares)] * bool(shares) + [(line.name, [line]) for line in others]
     return [make_chart(title, lines) for title, lines in charts]
@@ -206,7 +206,7 @@ def comparison(runs: Mapping[str, Columns], metric: str) -> Picture:
         series = [(run, columns.series(name, *kinds), COLOURS[k % 6]) for k, (run, columns) in enumerate(runs.items())]
         return [curve_of(*each, text) for each in series if len(each[1][0])]
 
-    titles = {"val_loss": "validation loss", f"val_{metric}": header(metric)}
+    titles = {"val_loss": "validation loss", f"val_{metric}": metric.replace("_", " ")}
     drawn = {name: made for name in titles if (made := lines(name, *EVALUATED))}
     charts = [make_chart(titles[n], made, "auto" if n == "val_loss" else "linear") for n, made in drawn.items()]
     charts += [learning_rate(made)] if (made := lines("lr", text=digits)) else []
