@@ -85,7 +85,7 @@ def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: 
     """Compute the metrics of a run on a split (train, val or test) of data packed with its classes; --test 1.0: use all
     data. The last line is JSON."""
     opened = nb.Run.open(run, task)
-    known = parameters(opened.task.pack)
+    known = inspect.signature(opened.task.pack).parameters
     drawn = {name: share for name, share in zip(("val", "test"), opened.card.shares, strict=False) if name in known}
     return nb.evaluate(opened, opened.pack(data, **{**drawn, **of_pack}), split, **of_plan)
 
@@ -238,21 +238,15 @@ def add_arguments(one: Parser, command: str, second: str) -> None:
         one.add_argument("task", type=lambda _: task, metavar="TASK", help=f"{', '.join(BUILT_IN)}, or MODULE:NAME")
     act = COMMANDS.get(command) or getattr(task, command)
     one.set_defaults(act=act if command in COMMANDS else lambda task, **given: act(**given))
-    for name, each in parameters(act).items():
+    for name, each in inspect.signature(act).parameters.items():
         if name.startswith("of_"):
             one.set_defaults(**{name: {}})
             plan = type(task.PLAN) if name == "of_plan" else None
-            for key, option in parameters(plan or getattr(task, name[3:])).items():
+            for key, option in inspect.signature(plan or getattr(task, name[3:])).parameters.items():
                 if plan or not (option.default is EMPTY or key in UNTYPED):
                     add(one, f"{name}.{key}", option, plan)
         elif name not in UNTYPED[1:] and name != "task":
             add(one, name, each)
-
-
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    with suppress(NameError):  # of a type that is imported for type checkers only
-        return inspect.signature(function, eval_str=True).parameters
-    return inspect.signature(function).parameters
 
 
 def add(one: Parser, dest: str, each: inspect.Parameter, plan: Any = None) -> None:
