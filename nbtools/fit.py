@@ -173,18 +173,15 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: flo
     """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
     surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     stop = surface.requests.post
-    with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone):
-        try:
-            with surface:
-                cold_start = follow(job, callbacks, begun)
-            checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
-            job.state.ranks.end()
-            with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
-                finish(job, receipt, cold_start)
-            if surface.notebook:
-                surface.tell(what_next(Run.open(job.folder, job.task)))
-        finally:
-            job.close()
+    with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone), closing(job):
+        with surface:
+            cold_start = follow(job, callbacks, begun)
+        checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
+        job.state.ranks.end()
+        with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
+            finish(job, receipt, cold_start)
+        if surface.notebook:
+            surface.tell(what_next(Run.open(job.folder, job.task)))
     return sigint.came or surface.interrupts.came
 
 
