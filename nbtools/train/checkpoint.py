@@ -146,13 +146,6 @@ def newest(folder: Path) -> Checkpoint:
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
 
 
-def load(folder: Path, state: TrainState) -> Checkpoint:
-    """Load the newest intact checkpoint into a state, and return it. Raises CheckpointError."""
-    saved = newest(folder)
-    state.load(saved.tensors, saved.facts["state"])
-    return saved
-
-
 def weights(folder: Path) -> dict[str, Tensor]:
     """Read the best evaluated weights; the newest ones where nothing was evaluated. Raises CheckpointError."""
     best = read_index(folder).get("best")
