@@ -131,7 +131,8 @@ class Meter:
         (record, spans), self.pending = self.pending, None
         (step, samples), self.since = self.since, (record.step, record.samples)
         total, count, scale = self.received()
-        steps, times = (step, record.step), self.timed(spans)
+        steps, times = (step, record.step), seconds(spans)
+        self.seconds, self.waited = self.seconds + times[0], self.waited + times[1]
         if not math.isfinite(total):
             raise Diverged(f"the loss became {total} in steps {step + 1} to {record.step}", steps)
         if scale < LEAST_SCALE:
@@ -141,17 +142,12 @@ class Meter:
         made = averages("loss", total - total_before, count - count_before, record.samples - samples, times)
         return [replace(record, values={**made, **record.values, "wall": self.watch.wall})]
 
-    def timed(self, spans: Spans) -> tuple[float, float]:
-        """Add the times of steps to the epoch's, and return them."""
-        took, waited = seconds(spans)
-        self.seconds, self.waited = self.seconds + took, self.waited + waited
-        return took, waited
-
     def epoch(self, samples: int) -> dict[str, Any]:
         """Return loss, speed and memory of an epoch of so many samples, and begin the next one. Waits."""
-        self.timed(self.watch.spans)
-        values = averages("train_loss", float(self.loss), float(self.count), samples, (self.seconds, self.waited))
-        values |= {"epoch_time": self.seconds, "wall": self.watch.wall}
+        took, waited = seconds(self.watch.spans)
+        times = self.seconds + took, self.waited + waited
+        values = averages("train_loss", float(self.loss), float(self.count), samples, times)
+        values |= {"epoch_time": times[0], "wall": self.watch.wall}
         if self.device.type == "cuda":
             values["gpu_memory_peak"] = torch.cuda.max_memory_allocated(self.device) / 2**20
             torch.cuda.reset_peak_memory_stats(self.device)
