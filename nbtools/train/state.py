@@ -61,7 +61,15 @@ class TrainState:
         self.epoch_size: float = self.card.splits["train"]  # samples; a trial of learning rates sets its own
         self.task = bind(task, self.card)
         self.device = device = torch.device(device) if device is not None else devices.pick()
-        self.model = self.new_model()
+        self.cuda_rng: Tensor | None = None
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(plan.seed)  # of the weights, behind which the run's own random numbers begin
+            self.model = build(self.task, self.card, plan).to(device)
+            self.capture_rng()
+        if plan.sync_batchnorm and self.ranks.world > 1:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        if plan.channels_last:
+            self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}  # of the trained ones
         self.parameters = list(self.names)
         if not self.parameters:
@@ -94,19 +102,6 @@ class TrainState:
         self.evaluate_next = False  # ask for an evaluation before the next step
         self.improved = False  # whether the last evaluation was the best, and is not saved yet
         self.stopped: str | None = None  # why nothing is left to train before the last epoch
-
-    def new_model(self) -> nn.Module:
-        """Return the network with weights drawn from the plan's seed, and begin the run's own random state with it."""
-        self.cuda_rng: Tensor | None = None
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(self.plan.seed)
-            model = build(self.task, self.card, self.plan).to(self.device)
-            self.capture_rng()
-        if self.plan.sync_batchnorm and self.ranks.world > 1:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if self.plan.channels_last:
-            model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
-        return model
 
     def set_precision(self, plan: Plan) -> None:
         self.scaler = devices.scaler_for(plan, self.device)
