@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map_only
 from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order, lengths_of, open_feed
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
-from nbtools.train.defaults import logits_of, mean_average_precision, score
+from nbtools.train.defaults import mean_average_precision, score
 from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
 from nbtools.train.meter import sum_dtype
+from nbtools.train.own import classify
 from nbtools.train.plan import Plan
 from nbtools.train.ranks import Ranks
 from nbtools.train.task import Batch, Pair, Task, TaskLike, as_sum, as_task, title_of
@@ -162,7 +163,7 @@ def rehearse(state: Any, pack: Pack) -> None:
                 check_batch(task, model, outputs, batch, plan)
             if not pack.splits["val"] and (plan.early_stop or plan.schedule == "plateau"):
                 state.events.append("without a validation split early_stop and plateau do nothing; pack with val=0.1")
-            if last := spoiling_layer(task, outputs, ends):
+            if isinstance(task, classify) and (last := task.spoiling_layer(outputs, ends)):
                 state.events.append(f"{task.spoilt}; leave out the {last} at its end")
             if half := [p.dtype for p in state.parameters if p.dtype in DTYPES.values()]:
                 state.events.append(f"the weights are {half[0]}, too coarse for small updates; net.float() is not")
@@ -175,18 +176,6 @@ def rehearse(state: Any, pack: Pack) -> None:
         fix = "; whole numbers are not converted: pack float32, or pixels as uint8 images" * ("take the pack" in what)
         fix = f"; the weights are {odd[0]}: pass net.float()" if odd else fix
         raise TrainError(f"{title_of(task)}: {what}: {why}; make them match{fix * ('type' in why)}") from error
-
-
-def spoiling_layer(task: Any, outputs: Any, ends: Mapping[Any, Tensor]) -> str:
-    """Return the name of the network's last layer, where it is one that spoils its learning, also of a softmax that is
-    no layer; else "". ends: kind of layer → its last result."""
-    kinds = getattr(task, "spoiling", ())
-    values = logits_of(outputs).float() if kinds else torch.zeros(0)
-    made = {kind.__name__: ends[kind].float().flatten() for kind in kinds if kind in ends}
-    same = [name for name, last in made.items() if torch.equal(last, values.flatten())]
-    if nn.Softmax in kinds and task.card.options["kind"] == "classes" and values.shape[1] > 1 and (values >= 0).all():
-        same += ["softmax"] * torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
-    return same[0] if same else ""
 
 
 def check_batch(task: Any, model: nn.Module, outputs: Any, batch: Any, plan: Any) -> None:

@@ -91,12 +91,19 @@ class classify(Task):
         kind = self.card.options["kind"] if self.card is not None else self.kind
         return METRICS.get(kind, ()) if self.chosen is None else self.chosen
 
-    @property
-    def spoiling(self) -> tuple[Any, ...]:
-        """Return the layers that must not be the network's last for this loss."""
+    def spoiling_layer(self, outputs: Any, ends: Mapping[Any, Tensor]) -> str:
+        """Return the name of the network's last layer, where it is one that spoils its learning by this loss, also of a
+        softmax that is no layer; else "". ends: kind of layer → its last result."""
+        kinds: tuple[Any, ...] = () if self.criterion is not None else (nn.Softmax, nn.Sigmoid)
         if self.kind == "values":
-            return () if is_of(self.criterion, UNSCALED) else (nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
-        return () if self.criterion is not None else (nn.Softmax, nn.Sigmoid)
+            kinds = () if is_of(self.criterion, UNSCALED) else (nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
+        values = defaults.logits_of(outputs).float() if kinds else torch.zeros(0)
+        made = {kind.__name__: ends[kind].float().flatten() for kind in kinds if kind in ends}
+        same = [name for name, last in made.items() if torch.equal(last, values.flatten())]
+        shares = nn.Softmax in kinds and self.card.options["kind"] == "classes" and values.shape[1] > 1
+        if shares and (values >= 0).all():
+            same += ["softmax"] * torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
+        return same[0] if same else ""
 
     def model(self, card: Card, plan: Any) -> nn.Module:
         came = card.options["kind"] if defaults.packed_dataset(card) else "not of nb.pack"
