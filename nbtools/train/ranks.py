@@ -56,13 +56,16 @@ class Ranks:
         self.first = self.rank == 0
 
     def broadcast(self, what: Any = None) -> Any:
-        """Return rank 0's object on every rank. Raises Restarted or Ended on others, whose loop rank 0 has left."""
+        """Return rank 0's object on every rank. Raises Restarted or Ended on others, whose loop rank 0 has left; after
+        Ended the group is no more."""
         if self.world == 1:
             return what
         dist.broadcast_object_list(box := [what], 0, group=self.control)
+        if isinstance(box[0], Ended):
+            with suppress(RuntimeError):  # each has received it; who is gone first is no fault of the others
+                dist.barrier(group=self.control)
+            dist.destroy_process_group()
         if isinstance(box[0], Exception) and not self.first:
-            if isinstance(box[0], Ended):
-                self.leave()
             raise box[0]
         return box[0]
 
@@ -113,14 +116,7 @@ class Ranks:
 
     def end(self) -> None:
         """Let the others leave, on rank 0 after its last checkpoint: each process is alone from here."""
-        if self.world > 1:
-            self.broadcast(Ended())
-            self.leave()
-
-    def leave(self) -> None:
-        with suppress(RuntimeError):  # each has received it; who is gone first is no fault of the others
-            dist.barrier(group=self.control)
-        dist.destroy_process_group()
+        self.broadcast(Ended())
 
 
 def join() -> Ranks:
