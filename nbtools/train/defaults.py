@@ -299,8 +299,8 @@ def answers(outputs: Any, card: Card) -> list[Any]:
     kind, outputs = card.options["kind"], logits_of(outputs)
     if kind == "values":
         with suppress(TrainError):  # a Task's own outputs, such as a mean and a variance
-            values, layout = values_like(outputs, (len(outputs), *shape_of(card, TARGET))), card.columns[TARGET].layout
-            values = values.permute(0, 2, 3, 1) if layout == "hwc" else values.squeeze(1) if layout == "hw" else values
+            values = values_like(outputs, (len(outputs), *shape_of(card, TARGET)))
+            values = values.permute(0, 2, 3, 1) if card.columns[TARGET].layout == "hwc" else values
             return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     elif kind == "labels":
         rows = class_logits(outputs, card).float().sigmoid().tolist()

@@ -208,10 +208,10 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     return model
 
 
-def set_training(model: nn.Module, training: bool = True) -> None:
-    """Call `model.train(training)`, but leave norm layers whose parameters are all frozen in eval mode."""
-    model.train(training)
-    for layer in model.modules() if training else ():
+def set_training(model: nn.Module) -> None:
+    """Call `model.train()`, but leave norm layers whose parameters are all frozen in eval mode."""
+    model.train()
+    for layer in model.modules():
         trained = [p.requires_grad for p in layer.parameters(recurse=False)]
         if isinstance(layer, _NormBase) and trained and not any(trained):
             layer.eval()
