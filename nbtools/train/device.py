@@ -7,7 +7,6 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,16 +146,9 @@ def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if off else torch.autocast(device.type, DTYPES[plan.amp])
 
 
-def keep_recurrent_in_float32(model: nn.Module) -> None:
-    """Have the model's LSTM, GRU and RNN layers leave autocast in bf16, where CUDA runs cuDNN's in fp16
-    (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), which needs a scaled loss."""
-    for layer in model.modules():
-        if isinstance(layer, nn.RNNBase) and "forward" not in vars(layer):
-            vars(layer)["forward"] = partial(in_float32, layer)
-
-
 def in_float32(layer: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
-    """Return the layer's forward pass, under bf16 without autocast."""
+    """Return the forward pass of an LSTM, GRU or RNN, under bf16 without autocast, in which CUDA runs cuDNN's in fp16
+    (`_cudnn_rnn_cast_reflatten`, AutocastRNN.cpp), which needs a scaled loss."""
     weight = next(layer.parameters())
     kind, dtype = weight.device.type, weight.dtype
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
@@ -164,11 +156,6 @@ def in_float32(layer: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(kind, enabled=False):
             return type(layer).forward(layer, *args, **kwargs)
     return type(layer).forward(layer, *args, **kwargs)
-
-
-def scaler_for(plan: Plan, device: torch.device) -> torch.amp.GradScaler:
-    """Return the scaler of fp16's loss, else an idle one. From torch's 65,536 CTC would lose its first 5 to 8 steps."""
-    return torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=500, enabled=plan.amp == "fp16")
 
 
 def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:

@@ -26,7 +26,7 @@ from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_o
 from nbtools.errors import CheckpointError, TrainError
 from nbtools.train import defaults
 from nbtools.train.defaults import Batch, Pair
-from nbtools.train.device import keep_recurrent_in_float32
+from nbtools.train.device import in_float32
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import ADVISED, Plan
 
@@ -199,7 +199,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's
         rule = f"{title_of(task)}: the network must be the module itself, got {type(model).__name__} around it"
         raise TrainError(f"{rule}; leave that out: Plan(compile=True) compiles it, nb.launch uses several GPUs")
-    keep_recurrent_in_float32(model)
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase) and "forward" not in vars(layer):
+            vars(layer)["forward"] = partial(in_float32, layer)
     if task.card is not None:
         defaults.require_augmentable(card, task.augment)
         hook = partial(pass_columns, *find_columns(model, card))
