@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load, save
 from torch import Tensor
 
 from nbtools import disk
@@ -62,7 +61,7 @@ def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
 
 def publish(folder: Path, taken: Checkpoint) -> None:
     """Write a snapshot, and make it the last checkpoint."""
-    path, data = folder / f"{taken.name}.safetensors", save_tensors(taken.tensors)
+    path, data = folder / f"{taken.name}.safetensors", save(taken.tensors)
     digest = hashlib.sha256(data).hexdigest()
     with disk.explained(f"saving checkpoint {taken.name}", folder):
         for rows in folder.glob("*.csv"):  # on which it counts
@@ -129,7 +128,7 @@ def read(folder: Path, name: str) -> Checkpoint:
         data = retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("its hash differs from the one recorded")
-        return Checkpoint(name, load_tensors(data), facts)
+        return Checkpoint(name, load(data), facts)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged or missing ({error}){RESTORE}") from None
 
