@@ -8,11 +8,9 @@ import dataclasses
 import difflib
 import json
 import math
-import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from nbtools.data import Pack, batches_in
 from nbtools.errors import NbtoolsError, PlanError, TrainError
@@ -60,7 +58,7 @@ class Settings:
         return super().__new__(cls)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Plan(Settings):
     """Hold the settings of a training run, not of the data or machine. Raises PlanError naming the field and rule."""
 
@@ -216,7 +214,7 @@ class Plan(Settings):
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-hints = cache(typing.get_type_hints)
+hints = cache(get_type_hints)
 
 
 def kinds(plan: type[Any], name: str) -> tuple[type, int | None, bool]:
@@ -224,11 +222,11 @@ def kinds(plan: type[Any], name: str) -> tuple[type, int | None, bool]:
     single value; whether it may be None). Raises PlanError for a setting that the plan does not have."""
     require_known(f"{plan.__qualname__} has no setting", name, [field.name for field in dataclasses.fields(plan)])
     hint = hints(plan)[name]
-    optional = type(None) in typing.get_args(hint)
-    kind = typing.get_args(hint)[0] if optional else hint
-    if typing.get_origin(kind) is not tuple:
+    optional = type(None) in get_args(hint)
+    kind = get_args(hint)[0] if optional else hint
+    if get_origin(kind) is not tuple:
         return kind, None, optional
-    kind, *rest = typing.get_args(kind)
+    kind, *rest = get_args(kind)
     return kind, 0 if rest == [...] else 1 + len(rest), optional
 
 
