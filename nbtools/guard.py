@@ -6,6 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 from nbtools import show, train
+from nbtools.errors import CheckpointError
 from nbtools.folder import Job, resume
 from nbtools.live import REFUSED
 from nbtools.train import Diverged, Plan, Record, checkpoint
@@ -57,11 +58,25 @@ class Guard:
             if action == "undo" and self.state.plan != self.state.applied:
                 self.state.plan = self.state.applied
                 self.job.surface.answer("the last change was taken back before it was applied", action)
-            elif self.job.surface.able(action):
-                self.way = action
-            else:
+            elif not self.job.surface.able(action):
                 self.job.surface.answer(f"{REFUSED}{NOTHING[action]}", action)
+            else:
+                try:
+                    self.read(action)
+                    self.way = action
+                except CheckpointError as error:
+                    self.job.surface.answer(f"{REFUSED}{error}", action)
         return self.way
+
+    def read(self, why: Any) -> str:
+        """Return the name of the checkpoint to go back to. Raises CheckpointError where it, or for an undo it and all
+        before it, are damaged: going back deletes the later ones."""
+        index = checkpoint.read_index(self.folder)
+        if why == "best":
+            return checkpoint.read(self.folder, index["best"]).name
+        name = self.anchor["name"] if self.anchor else index["last"]
+        checkpoint.newest(self.folder, name)
+        return name
 
     def watch(self) -> None:
         """Watch the change from the applied plan to the wanted one, unless an earlier one is still being watched."""
@@ -98,16 +113,16 @@ class Guard:
         job, state, anchor, self.way = self.job, self.state, self.anchor, ""
         job.wait()
         index = checkpoint.read_index(self.folder)
-        name, best, what = index["last"], index.get("best"), ""
+        name, best, what = self.read(why), index.get("best"), ""
         if why == "best":
-            name, what = index["best"], "the best checkpoint: "
+            what = "the best checkpoint: "
             if anchor and checkpoint.place(anchor["name"]) > checkpoint.place(name):
                 self.anchor = None
         elif anchor is None:
             what = f"{self.reason(why, checkpoint.place(name)[1])}; now checking every step: "
         else:  # to before the watched changes; changes wanted since then are dropped
             state.plan = type(state.plan)(**anchor["plan"])
-            self.anchor, name, best = None, anchor["name"], anchor["best"]
+            self.anchor, best = None, anchor["best"]
             changes = train.list_changes(state.applied.changes_from(state.plan)) or "a change"
             what = f"{changes} undone; " if why == "undo" else f"Training diverged after {changes}, which was undone; "
         checkpoint.rewind(self.folder, name, anchor=self.anchor, best=best, returns=index.get("returns", 0) + 1)

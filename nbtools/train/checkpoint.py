@@ -133,10 +133,11 @@ def read(folder: Path, name: str) -> Checkpoint:
         raise CheckpointError(f"{path}: damaged or missing ({error}){RESTORE}") from None
 
 
-def newest(folder: Path) -> Checkpoint:
-    """Read the newest intact checkpoint up to the last of the index. Raises CheckpointError for none."""
+def newest(folder: Path, last: str | None = None) -> Checkpoint:
+    """Read the newest intact checkpoint up to a last one, by default that of the index. Raises CheckpointError for
+    none."""
     damage: list[str] = []
-    for name in names(folder, read_index(folder).get("last")):
+    for name in names(folder, last or read_index(folder).get("last")):
         try:
             return replace(read(folder, name), complaints=tuple(f"{each}; {name} is used instead" for each in damage))
         except CheckpointError as error:

@@ -1,5 +1,6 @@
 """A change of settings that makes training diverge costs nothing: the run goes back to before it, and undoes it."""
 
+import re
 import shutil
 from contextlib import suppress
 from itertools import count
@@ -88,6 +89,18 @@ def test_back_to_best_goes_on_from_the_best_checkpoint_with_the_settings_of_now(
     assert texts(run, "change") == ["eval_every 1 → 2"]
     assert run.plan.eval_every == 2
     assert losses(run) == losses(untouched)
+
+
+@pytest.mark.parametrize("way", ["best", "undo"])
+def test_a_way_back_to_damaged_files_is_refused_and_the_run_goes_on(pack, folder, way, untouched):
+    def damage():
+        for file in folder.glob("*.safetensors"):
+            file.write_bytes(b"")
+
+    task = acting({80: asking(folder, lr=0.02), 82: damage, 83: asking(folder, way)}, **first_is_best())
+    run = nb.fit(task, pack, PLAN, folder, **QUIET)
+    assert re.search(r"refused: .*safetensors: damaged or missing", texts(run)[0])
+    assert len(run.history.of("epoch")) == len(untouched.history.of("epoch"))
 
 
 def test_undo_goes_back_to_before_the_last_changes_and_where_there_are_none_is_refused(pack, folder, untouched):
