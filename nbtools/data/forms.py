@@ -232,18 +232,14 @@ def common_column(name: str, values: Sequence[Any], classes: Any, picture: bool)
         raise PackError(f"{name} must be of one size, got images (height, width) {came} …; pass size= to resize")
     if others and (not shape or {(len(each), each[1:]) for each in others} != {(len(shape), shape[1:])}):
         raise PackError(f"{name} must have one shape, apart from its first axis, got {came} …; make them match")
-    layout = layout_of(name, picture, dtype, shapes)
-    return "values", Column("ragged" if others else "fixed", dtype.str, shape[1:] if others else shape, layout)
-
-
-def layout_of(name: str, picture: bool, dtype: np.dtype, shapes: Sequence[tuple[int, ...]]) -> str:
-    """Return which axes an image has: those of PIL, or those of bytes or float32 of which one can be channels."""
-    shape = shapes[0]
-    if len({*shapes}) > 1 or dtype not in (np.uint8, np.float32) or len(shape) not in (2, 3):
-        return ""
-    if len(shape) == 2:  # of a target they are ids
-        return "hw" if dtype == np.uint8 and name != TARGET else ""
-    return "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
+    if others:
+        return "values", Column("ragged", dtype.str, shape[1:])
+    layout = ""  # the axes of an image: those of PIL, or those of bytes or float32 of which one can be channels
+    if len(shape) == 2 and dtype == np.uint8 and name != TARGET:  # of a target they are ids
+        layout = "hw"
+    elif len(shape) == 3 and dtype in (np.uint8, np.float32):
+        layout = "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
+    return "values", Column("fixed", dtype.str, shape, layout)
 
 
 def moments_of(column: Column, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
