@@ -36,7 +36,7 @@ class Table:
 
 
 class Report(Table):
-    """The base of the frozen dataclasses that hold measurements: they convert to plain JSON and back."""
+    """The base of frozen dataclasses, of measurements and of data: they convert to plain JSON and back."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

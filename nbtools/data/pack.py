@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import tarfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +56,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Card:
+class Card(show.Report):
     """Describe a data set: enough to build a model for it, feed it and read its answers. A run keeps it."""
 
     task: str
@@ -68,12 +68,8 @@ class Card:
     shares: list[float] = field(default_factory=list)  # of val and test, that were drawn
     digest: str = ""  # of all that the pack holds, so that a run resumes only on the very same data
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return show.restore(cls, values)
+    def caption(self) -> str:
+        return repr(self)
 
 
 @dataclass(frozen=True, repr=False)
