@@ -62,11 +62,10 @@ def local(text: str) -> Path:
 def drive_path(path: str | Path) -> Path:
     """Return the local path of `drive:…` or another path. Raises StageError, with similar names, if there is none."""
     with disk.explained(f"looking at {path}", Path(path)):
-        place = parent = local(str(path))
+        place = local(str(path))
         if disk.exists(place):
             return place
-        while not parent.is_dir():
-            parent = parent.parent
+        parent = next(folder for folder in place.parents if folder.is_dir())
         names = sorted(os.listdir(parent))
     near = difflib.get_close_matches(place.relative_to(parent).parts[0], names, cutoff=0.5) or names[:5]
     there = f"{parent} has {', '.join(near) or 'nothing'}"
