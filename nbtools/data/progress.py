@@ -29,7 +29,7 @@ BYTES = {"unit": "B", "unit_scale": True}  # options of a bar
 CLOCK = {"bar_format": "{l_bar}{bar}| {remaining} left{postfix}", "smoothing": 0, "miniters": 0, "leave": False}
 
 WORK: list[Callable[[Any], Any]] = []  # of a worker process
-ongoing: list[tuple[tqdm, float]] = []  # (bar, start), at most one
+ongoing: list[tuple[tqdm, float]] = []  # (bar, start), the outermost first; those inside are not shown
 attending: list[Callable[[], object]] = []
 
 
@@ -44,15 +44,12 @@ def bar(*arguments: Any, **options: Any) -> tqdm:
 @contextmanager
 def work(doing: str, progress: bool = True) -> Iterator[None]:
     """Show the time left while the block lasts; without progress nothing, nor of work inside of it."""
-    if ongoing:
-        yield
-        return
-    with bar(desc=doing, total=0, delay=SLOW, disable=not progress, **CLOCK) as shown:
+    with bar(desc=doing, total=0, delay=SLOW, disable=not progress or bool(ongoing), **CLOCK) as shown:
         ongoing.append((shown, monotonic()))
         try:
             yield
         finally:
-            ongoing.clear()
+            ongoing.pop()
 
 
 def phase(name: str, seconds: float) -> None:
