@@ -7,12 +7,11 @@ into the arrays. What cannot be used is listed in one table, never dropped silen
 
 import contextlib
 import csv
-import dataclasses
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -107,7 +106,7 @@ def build_pack(
         return inventory, partial(read_entry, read, folder, inventory)
 
     pack = make_pack(task, {"key": key, "source": str(folder)}, into, look, (val, test, seed), progress)
-    return dataclasses.replace(pack, raw=RawFiles(pack, folder, read))
+    return replace(pack, raw=RawFiles(pack, folder, read))
 
 
 def make_pack(task: str, made: Made, into: str | Path | None, look: Look, draw: Draw, progress: bool) -> Pack:
@@ -296,7 +295,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
     given = map(survey.options.get("roles", {}).get, ("mean", "std"))
     besides = [*given, made["key"] * (not columns)]  # what no file says: means, and without a copy what items hold
     whole = hashlib.sha256("".join([*(each["sha256"] for each in files.values()), f"{besides}"]).encode()).hexdigest()
-    card = dataclasses.replace(pack.card, options={**card.options, **learned}, digest=whole)
+    card = replace(pack.card, options={**card.options, **learned}, digest=whole)
     more = {"bad": len(bad), "label": label, "remarks": remarks}
     manifest = {**made, **more, "version": FORMAT, "nbtools": disk.VERSION, "card": card.to_dict(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

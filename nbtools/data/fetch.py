@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from threading import current_thread, main_thread
-from typing import TypeVar
 from urllib.parse import parse_qs, urljoin, urlsplit
 
 from nbtools import disk
 from nbtools.data import archive
-from nbtools.data.progress import BYTES, bar, say
+from nbtools.data.progress import BYTES, T, bar, say
 from nbtools.errors import DiskError, DriveRefused, StageError
 
 MOUNT = Path("/content/drive")  # Colab's
@@ -35,7 +34,6 @@ SITE = "https://drive.google.com"
 HOSTS = ("drive.google.com", "docs.google.com", "drive.usercontent.google.com")
 SHARE = "in Drive choose Share → Anyone with the link"
 PAGE = "Quota page"  # in docs/troubleshooting.md
-T = TypeVar("T")
 
 _declined = False  # whether Colab's dialog was declined: it is not shown a second time
 

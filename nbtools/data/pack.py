@@ -11,14 +11,13 @@ A line of text is ragged along its width, so it is stored (W, H) or (W, H, C).
 """
 
 import contextlib
-import dataclasses
 import errno
 import hashlib
 import json
 import os
 import tarfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -170,7 +169,7 @@ class Pack(show.Table):
         return len(self.split)
 
     def __getstate__(self) -> dict[str, Any]:  # a process that gets it maps the arrays itself
-        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def ids(self, split: str) -> np.ndarray:
         """Return (n,) int64 sample ids of a split, ascending."""
@@ -217,13 +216,13 @@ class Pack(show.Table):
             digest = hashlib.sha256(f"{self.card.digest} {n} {k} {seed}".encode()).hexdigest()
             remarks = splits.remarks([SPLITS[i] for i in split], labels, ["train", "val"])
             one = self.with_split(np.array(split), digest=digest)
-            made.append(dataclasses.replace(one, manifest={**self.manifest, "remarks": remarks}))
+            made.append(replace(one, manifest={**self.manifest, "remarks": remarks}))
         return made
 
     def with_split(self, split: np.ndarray, **card: Any) -> Self:
         """Return the pack with its samples in other splits, and a card that differs in these."""
         card["splits"] = {name: int((split == k).sum()) for k, name in enumerate(SPLITS)}
-        return dataclasses.replace(self, split=split.astype(np.uint8), card=dataclasses.replace(self.card, **card))
+        return replace(self, split=split.astype(np.uint8), card=replace(self.card, **card))
 
     def keep(self, where: str | Path) -> Path | None:
         """Write the pack as one tar, to `drive:…` or a path; `task.pack` of that file opens it in the next session.
