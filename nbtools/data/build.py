@@ -315,13 +315,12 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
             seen[kind] += 1
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
     split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
-    lines, kept = [], Counter(given)
     wanted = Counter(entry.split for entry in survey.entries)
     wanted[None] += len(survey.bad) * (None in wanted)  # files that the survey refused
-    for one, count in wanted.items():
-        if lost := count - kept[one]:
-            of = f" of the {one} split" if one else ""
-            lines.append(f"{lost:,} of {plural(count, 'sample')}{of} cannot be used, see pack.bad")
-    shares = {"train": 1, "val": draw[0], "test": 0 if kept.keys() - {None} else draw[1]}
+    lines = []
+    for one, lost in (wanted - Counter(given)).items():
+        of = f" of the {one} split" if one else ""
+        lines.append(f"{lost:,} of {plural(wanted[one], 'sample')}{of} cannot be used, see pack.bad")
+    shares = {"train": 1, "val": draw[0], "test": 0 if {*given} - {None} else draw[1]}
     drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
     return split, lines + splits.remarks(split, labels, drawn)
