@@ -89,13 +89,14 @@ class Items:
         self.parts, self.options = parts, options
         self.places = [(k, i) for k, (_, part, _) in enumerate(parts) for i in range(len(part))]
         self.names = [name for _, _, names in parts for name in names]
+        count = len(self.names)
         if empty := [split or options.source for split, part, _ in parts if not len(part)]:
             raise PackError(f"{empty[0]} has no items; pass at least one")
-        groups = [*map(groups, self.names)] if callable(groups) else [None] * len(self) if groups is None else groups
+        groups = [*map(groups, self.names)] if callable(groups) else [None] * count if groups is None else groups
         self.groups = [None if forms.is_missing(group) else str(group) for group in groups]
-        if len(self.groups) != (count := len(self)):
+        if len(self.groups) != count:
             raise PackError(f"groups must be a column of a table or {count:,} values, got {len(self.groups)}")
-        self.looked = sorted({i * len(self) // SEEN for i in range(SEEN)})
+        self.looked = sorted({i * count // SEEN for i in range(SEEN)})
         self.listed = all(isinstance(part, list) for _, part, _ in parts)
         self.text = ""
         if options.text:  # predictions find it by name
@@ -103,9 +104,10 @@ class Items:
             if "<" in self.text or "." in self.text.partition(":")[2]:
                 raise PackError(f"text must be a module-level function, kept by its name, got {options.text!r}")
         first: dict[Any, Any] = {}  # where none can be read, `look` says it
-        for i in self.looked:
+        for k, place in (self.places[i] for i in self.looked):
             with suppress(Exception):
-                first = first if first and not any(map(forms.is_missing, first.values())) else self.item(i)
+                if not first or any(map(forms.is_missing, first.values())):
+                    first = parts_of(parts[k][1][place])
         self.target = target_of(first, *options.key)
         points: Any = [options.points] if isinstance(options.points, str | int) else options.points or ()
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
@@ -121,19 +123,11 @@ class Items:
         self.columns = self.look()
         self.stored = [name for name in self.columns if options.store or (self.listed and name == TARGET)]
 
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def item(self, i: int) -> dict[Any, Any]:
-        """Return the parts of an item. Raises PackError(value, rule, fix), and whatever a Dataset does."""
-        k, place = self.places[i]
-        return parts_of(self.parts[k][1][place])
-
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
         """Return column → plain value of an item, or of these alone; the name of a class where its part has names."""
-        names = self.classes[self.places[i][0]]
+        k, place = self.places[i]
         try:
-            parts = name_columns(self.item(i), self.target, self.options.key[1])
+            parts = name_columns(parts_of(self.parts[k][1][place]), self.target, self.options.key[1])
             parts = {name: part for name, part in parts.items() if columns is None or name in columns}
             values = forms.plain_values(parts, self.resize, self.text, self.marked)
         except Exception as error:  # whatever a Dataset, Pillow or the function of texts may raise
@@ -141,8 +135,8 @@ class Items:
             if isinstance(error, NbtoolsError) or disk.is_away(error) or cuda:
                 raise
             raise PackError(f"{type(error).__name__}: {error}", "the Dataset must return each item", FIX) from error
-        if isinstance(label := values.get(TARGET), int) and names and self.options.classes is not False:
-            values[TARGET] = forms.class_text(label, names)
+        if isinstance(label := values.get(TARGET), int) and self.classes[k] and self.options.classes is not False:
+            values[TARGET] = forms.class_text(label, self.classes[k])
         return values
 
     def sample(self, i: int, columns: Collection[str]) -> dict[str, Any]:
@@ -251,7 +245,7 @@ class Items:
         splits = [self.parts[k][0] for k, _ in self.places]
         ragged = [name for name, column in columns.items() if column.kind == "ragged"]
         return Survey(
-            [*map(Entry, self.names, splits, [None] * len(self), self.groups)],
+            [*map(Entry, self.names, splits, [None] * len(self.names), self.groups)],
             classes,
             self.card_options(),
             ragged=[name for name in ragged if name in self.stored],
