@@ -119,7 +119,7 @@ class Items:
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
-        self.index = {Path(name).as_posix(): i for i, name in enumerate(self.names)}  # as RawFiles asks
+        self.index = {str(Path(name)): i for i, name in enumerate(self.names)}  # as RawFiles asks
         self.columns = self.look()
         self.stored = [name for name in self.columns if options.store or (self.listed and name == TARGET)]
 
@@ -149,11 +149,10 @@ class Items:
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
-        name = path.as_posix()
         try:
-            sample = self.sample(self.index[name], self.columns)
+            sample = self.sample(self.index[str(path)], self.columns)
         except PackError as error:  # where nothing is stored, an item is read here for the first time
-            raise PackError(f"{name}: {error}") from None
+            raise PackError(f"{path}: {error}") from None
         return sample | ({TARGET: np.asarray(classes.index(sample[TARGET]))} if self.kind == "classes" else {})
 
     def look(self) -> dict[str, Column]:
