@@ -216,15 +216,14 @@ class Workers(Feed):
     def open(self, ids: np.ndarray) -> DataLoader:
         """Return a loader whose workers start with the first batch. What a Dataset draws at random depends on that and
         the plan's seed: a resumed run does not repeat its beginning, and dropout's stream is left alone."""
-        many, cuda = self.plan.workers > 0, self.device.type == "cuda"
         return DataLoader(
             self.pack.raw,
             batch_sampler=[],
             num_workers=self.plan.workers,
             collate_fn=partial(collate, columns=self.pack.columns, padding=self.padding),
-            pin_memory=cuda,
-            prefetch_factor=self.plan.prefetch if many else None,
-            persistent_workers=many,
+            pin_memory=self.device.type == "cuda",
+            prefetch_factor=self.plan.prefetch if self.plan.workers else None,
+            persistent_workers=self.plan.workers > 0,
             worker_init_fn=begin,
             generator=torch.Generator().manual_seed(int(np.random.default_rng([self.plan.seed, *ids]).integers(2**63))),
             multiprocessing_context=self.start,
