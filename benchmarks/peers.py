@@ -325,13 +325,13 @@ def transformers(job: Job, folder: Path) -> None:
             return job.loss(model, inputs)
 
         def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-            found = {"eval_score": job.evaluate(self.model)}
+            found = {"eval_score": job.evaluate(network)}
             self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
             return found
 
         def save_model(self, output_dir: str, *_: Any, **__: Any) -> None:  # its safetensors refuse channels_last
             Path(output_dir).mkdir()
-            torch.save(self.model.state_dict(), Path(output_dir) / "model.pt")
+            torch.save(network.state_dict(), Path(output_dir) / "model.pt")
 
     arguments = TrainingArguments(
         output_dir=str(folder),
