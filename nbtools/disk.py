@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -149,17 +149,20 @@ def explained(doing: str, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock(path: Path, busy: NbtoolsError | None = None) -> Iterator[None]:
-    """Let one process or thread in at a time; others wait, or raise `busy`. The system lets go when the owner dies. The
-    file stays, on a local disk: deleting it would let two owners in."""
+def lock(path: Path, busy: NbtoolsError | None = None, wait: Callable[[], object] = bool) -> Iterator[None]:
+    """Let one process or thread in at a time; others call `wait` and wait, or raise `busy`. The system lets go when the
+    owner dies. The file stays, on a local disk: deleting it would let two owners in."""
     with explained("taking a lock", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("a")
     with opened as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise busy or BlockingIOError from None
+            if busy:
+                raise busy from None
+            wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
         HELD.add(file)
         try:
             yield

@@ -36,7 +36,7 @@ Look = Callable[[], tuple["Survey", Sampler]]
 Draw = tuple[float, float, int]  # val, test, seed
 Made = Mapping[str, Any]  # what the manifest records: key, source
 
-BLOCK = 32  # samples in a file
+BLOCK = 32  # samples in a file, where a survey does not say how large they are
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Survey:
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
     learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
     columns: Mapping[str, Column] = field(default_factory=dict)  # with their layouts, also those that are not stored
+    block: int | None = None  # samples in a file
 
 
 def build_pack(
@@ -180,8 +181,8 @@ def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> d
     arrays, one after another, as .npy files in `new`. Return `kept`: the entries that became samples, `classes`: of
     each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike or reserved ones."""
     every, columns, files, rows = list[dict[str, Any]](), None, dict[str, IO[bytes]](), Counter[str]()
-    ids = range(len(survey.entries))
-    blocks = {folder / f"{start}.npz": ids[start : start + BLOCK] for start in ids[::BLOCK]}
+    ids, size = range(len(survey.entries)), survey.block or BLOCK
+    blocks = {folder / f"{start}.npz": ids[start : start + size] for start in ids[::size]}
     todo = {path: block for path, block in blocks.items() if not is_whole(path)}
     shown = bar(desc="packing", total=len(ids), unit=" samples", disable=not progress, leave=False)
     written = side_by_side(partial(write_block, survey, sample), todo.items())

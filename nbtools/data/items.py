@@ -5,6 +5,7 @@ An item is an array, tensor, number, text or PIL image, or several by place or n
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +26,8 @@ from nbtools.data.pack import FORMAT, Column, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
 VERSION = 11  # of what a card keeps of them; packs of another are made anew
-SEEN = 64  # items looked at
+SEEN, LEAST = 64, 8  # items looked at; of large ones fewer, but so many
+LOOKED, BLOCK, MOST = 2**28, 2**22, 256  # bytes that they may take together, and those of a block; its most items
 KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
 HELD, FLAT = ("targets", "labels", "_fingerprint"), (str, list, np.ndarray, torch.Tensor)  # what Datasets say of all
@@ -108,6 +110,8 @@ class Items:
             with suppress(Exception):
                 if not first or any(map(forms.is_missing, first.values())):
                     first = parts_of(parts[k][1][place])
+        size = sum(getattr(value, "nbytes", 0) for value in first.values())
+        self.looked = self.looked[:: 1 + min(size * len(self.looked) // LOOKED, SEEN // LEAST - 1)]
         self.target = target_of(first, *options.key)
         points: Any = [options.points] if isinstance(options.points, str | int) else options.points or ()
         self.marked = [TARGET if name in ("target", options.target, self.target) else name for name in points]
@@ -243,6 +247,7 @@ class Items:
             raise PackError("store=False does not read the items before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
         ragged = [name for name, column in columns.items() if column.kind == "ragged"]
+        size = sum(np.dtype(each.dtype).itemsize * math.prod(each.shape) for each in columns.values())
         return Survey(
             [*map(Entry, self.names, splits, [None] * len(self.names), self.groups)],
             classes,
@@ -253,6 +258,7 @@ class Items:
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
             columns=columns,
+            block=min(max(BLOCK // max(size, 1), 1), MOST),
         ), partial(self.sample, columns=self.stored)
 
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:

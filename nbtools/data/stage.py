@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -44,7 +45,8 @@ def lock(target: Path, busy: StageError | None = None) -> AbstractContextManager
     """Return the lock of whoever makes a folder; others wait, or raise `busy`."""
     if "drive:" in str(target):
         raise StageError(f"{target}: data must go to a local disk; copy them to Drive with pack.keep('drive:…').")
-    return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock", busy)
+    wait = partial(say, f"Waiting for another process that makes {target}")
+    return disk.lock(cache() / "locks" / f"{digest(str(target))}.lock", busy, wait)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ LR_FACTORS: dict[str, Callable[[float], float]] = {"none": lambda k: 1.0, "sqrt"
 POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 ELSEWHERE = {"amp": "precision fp16 bf16", "betas": "momentum", "run": "output_dir out", "processes": "gpus devices"}
 ELSEWHERE |= {"lr": "learning_rate", "weight_decay": "wd", "batch_size": "bs"}  # setting → its names elsewhere
+DECAY = 0.01  # torch's of AdamW: what a weight decay is compared with where none is advised
 MANY = 3  # more settings than this, changed at once, must be confirmed in a started run
 
 
@@ -303,8 +304,9 @@ def doubts(old: Plan, new: Plan, advised: Plan) -> dict[str, str]:
     for field in dataclasses.fields(new):
         before, value, usual = (getattr(plan, field.name) for plan in (old, new, advised))
         factor = field.metadata["asks_beyond"]
-        if factor is not None and usual and value > max(before, factor * usual * (1 + 1e-9)):
-            sentences[field.name] = f"{field.name} {shown(value)} is {value / usual:,.0f}× the advised {shown(usual)}"
+        if factor is not None and value > max(before, factor * (usual or DECAY) * (1 + 1e-9)):
+            times = f"{value / usual:,.0f}× the advised {shown(usual)}" if usual else "large; none is advised"
+            sentences[field.name] = f"{field.name} {shown(value)} is {times}"
     if len(changed := new.changes_from(old)) > MANY:
         sentences[""] = f"{len(changed)} settings change at once: {list_changes(changed)}"
     return sentences

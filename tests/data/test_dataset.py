@@ -54,6 +54,25 @@ def vector(i: int) -> np.ndarray:
     return np.full(3, i, np.float32)
 
 
+def test_of_large_items_few_are_looked_at_and_few_are_held_at_once(monkeypatch, tmp_path):
+    def item(i):
+        read.append(i)
+        if i == 63:
+            raise KeyboardInterrupt
+        return np.full(4096, i, np.float32), i % 2
+
+    read = list[int]()
+    monkeypatch.setattr("nbtools.data.items.LOOKED", 2**17)  # bytes, of 2**20
+    monkeypatch.setattr("nbtools.data.items.BLOCK", 2**15)  # two items
+    pack(Items(item, 64), store=False, classes=["a", "b"])
+    assert len({*read}) == 8
+    with pytest.raises(KeyboardInterrupt):
+        pack(Items(item, 64), into=tmp_path / "pack")
+    sizes = [path.stat().st_size for path in tmp_path.glob("pack.part/*/*.npz")]
+    assert len(sizes) > 3
+    assert max(sizes) < 2**16
+
+
 def frame(**columns) -> pd.DataFrame:
     return pd.DataFrame({"a": np.arange(20.0), "y": np.arange(20) % 2, **columns})
 

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock, patch
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import toy
 from archives import forked, put, tar_bytes, tree
+from kernels import until
 from packs import pack_of
 
 import nbtools as nb
@@ -194,6 +196,15 @@ def test_eight_processes_at_once_stage_and_pack_once(place):
         assert process.exitcode == 0
     assert reads(place) == 40
     assert [len(list(folder.iterdir())) for folder in (*cache().glob("raw-*/raw"), cache() / "packs")] == [40, 1]
+
+
+def test_who_waits_for_another_process_that_packs_the_same_is_told(place, capfd):
+    into = place / "mine"
+    with ThreadPoolExecutor(1) as pool:
+        with lock(into):  # as another process holds it
+            made = pool.submit(pack, vectors(place / "raw"), into=into)
+            until(lambda: f"Waiting for another process that makes {into}" in capfd.readouterr().err, "a line")
+        assert len(made.result()) == 40
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ def test_settings_changed_in_an_epoch_act_at_the_next_step_and_every_sample_stil
 REFUSED = (
     ('{"lrr": 1}', "did you mean lr"),
     ('{"do": "explode"}', "pause, resume, stop, evaluate, save, profile, best, undo, got 'explode'"),
+    ('{"weight_decay": 1}', 'weight_decay 1 is large; none is advised; to apply it anyway add "force": true'),
     ('{"lr": 1000}', 'lr 1000 is 100,000× the advised 0.01; to apply it anyway add "force": true'),
     (
         '{"lr": 0.02, "clip_norm": null, "weight_decay": 0.1, "patience": 3}',
