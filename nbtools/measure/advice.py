@@ -28,6 +28,7 @@ MOST_PROCESSES = 8  # that read files: more wait for the same disk
 ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that a notebook shows wherever they come from
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
+WARMING = 10  # epochs over this are the warmup of a network without a recipe: high lrs then lose fewer of them
 BROKEN = {"mps": {"channels_last": (False, "batch norm is wrong with it on MPS (pytorch#175189)")}}
 SPEED = ("amp", "channels_last", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""
@@ -134,7 +135,7 @@ def decide(
     advised.setdefault("lr", learning_rate(start, value("optimizer"), batch))
     if not has_recipe(task, "epochs") and (few := more_epochs(card, batch)):
         advised.setdefault("epochs", few)
-    advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs")))
+    advised.setdefault("warmup_epochs", warmup(batch / base.batch_size, value("epochs"), has_recipe(task, "lr")))
     advised.setdefault("amp", precision(machine))
     if seldom := evaluations(plan, card, value("epochs")):
         advised.setdefault("eval_every", seldom)
@@ -195,7 +196,9 @@ def more_epochs(card: Card, batch: int, epoch_s: float = 0.0) -> Choice | None:
     return (epochs, why) if epochs > default else None
 
 
-def warmup(k: float, epochs: int) -> Choice:
+def warmup(k: float, epochs: int, recipe: bool) -> Choice:
+    if not recipe:  # the task has no lr of its own either
+        return epochs / WARMING, f"a tenth of {plural(epochs, 'epoch')}, {THUMB} (ours)"
     least = next((least for times, least in LARGER.items() if k <= times), LARGER[MOST_K])
     capped = min(float(least), epochs / 5)
     why = f"{plural(least, 'epoch')} for {k:.3g} × the baseline's batch, {THUMB} (guide to large batches)"

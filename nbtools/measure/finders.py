@@ -2,7 +2,8 @@
 
 Batches are doubled until throughput no longer rises, or memory, data or time runs out: the largest that fits is not the
 fastest, and rarely needed. Learning rates train for some steps from the same weights on the same batches, under the
-plan's whole schedule compressed into these steps: as many as the time allows, since fewer favour too high an lr.
+plan's whole schedule compressed into these steps: a fifth of those planned, if time allows. Fewer favour too high an lr,
+more too low a one: the validation loss punishes a network that is sure of all its samples though it is right.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LATE, FLAT = "time ran out", "throughput no longer rises"
 
 FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the first lr, in the order in which they are tried
 LEAST_VALUES, MORE = 3, 2  # below which nothing is chosen; values beyond these, where the best one lies at an end
-LEAST_STEPS = 100  # of each value
+LEAST_STEPS, TRIED = 100, 5  # of each value: at least, and at most the planned ones over this
 LEAST_S, SHARE, MOST_S = 15.0, 0.1, 120.0  # seconds of a whole trial: at least, else a share of the training; at most
 CHUNKS, LEAST_SCORED = 32, 100  # parts of the validation samples, whose losses are paired; samples of it at least
 SCORED_SHARE, TAIL = 0.2, 0.1  # of the trained samples, that a value is scored on; without validation, of its steps
@@ -228,7 +229,7 @@ def lr_trial(
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, but only {seconds:.0f} s are allowed")
     phase("learning rate", seconds)
     most = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
-    steps, losses, peaks = max(LEAST_STEPS, min(most, planned)), Losses(), set[float]()
+    steps, losses, peaks = max(LEAST_STEPS, min(most, planned // TRIED)), Losses(), set[float]()
     with untouched(device), Deadline(seconds) as clock:
         feed, validation = open_feed(pack, plan, device), scoring_batches(pack, plan, steps)
         for lr in values(losses, plan.lr, lrs):
