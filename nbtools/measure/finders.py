@@ -2,8 +2,8 @@
 
 Batches are doubled until throughput no longer rises, or memory, data or time runs out: the largest that fits is not the
 fastest, and rarely needed. Learning rates train for some steps from the same weights on the same batches, under the
-plan's whole schedule compressed into these steps: a fifth of those planned, if time allows. Fewer favour too high an lr,
-more too low a one: the validation loss punishes a network that is sure of all its samples though it is right.
+plan's whole schedule compressed into these steps: a fifth of those planned, if time allows. Fewer favour too high an
+lr, more too low a one: the validation loss punishes a network that is sure of all its samples though it is right.
 """
 
 from __future__ import annotations
