@@ -96,9 +96,10 @@ def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path
     import pandas as pd
 
     opened, tables = nb.Run.open(run), (".csv", ".tsv")
-    loose = [file for file in files if not file.is_dir() and file.suffix.lower() not in tables]
+    sources = [file for file in files if file.is_dir() or file.suffix.lower() in tables]
+    loose = [file for file in files if file not in sources]
     rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True))
-    for source in (file for file in files if file not in loose):
+    for source in sources:
         answers = opened.predict(source)
         named = answers if isinstance(answers, dict) else {f"row {i}": answer for i, answer in enumerate(answers)}
         rows += [(source / name, name, answer) for name, answer in named.items()]

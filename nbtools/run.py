@@ -389,7 +389,7 @@ class Comparison:
             return "No best run: fewer than two have been evaluated."
         best, *others = sorted(values, key=lambda name: -sign * values[name])
         count = min(min(run.plan.eval_samples or math.inf, run.card.splits["val"]) for run in runs)
-        share = metric != "loss" and all(0 <= value <= 1 for value in values.values())
+        share = metric not in ("loss", "mae", "mse") and all(0 <= value <= 1 for value in values.values())
         by = "validation loss" if metric == "loss" else metric.replace("_", " ")
         if level := [name for name in others if alike(values[best], values[name], count, share)]:
             list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
