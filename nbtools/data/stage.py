@@ -136,7 +136,8 @@ def find_staged(job: Job) -> Path | None:
         receipt = json.loads((job.target / RECEIPT).read_text())
         data = job.target / receipt["folder"]
         current = job.path is None or job.look()[1] == receipt["version"]
-        return data if current and job.sha256 in (None, receipt["sha256"]) and data.exists() else None
+        whole = data.exists() and len(fetch.files_in(data)) >= receipt["files"]  # systems delete what is old in /tmp
+        return data if current and job.sha256 in (None, receipt["sha256"]) and whole else None
     except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
         return None
 
@@ -171,6 +172,7 @@ def act(job: Job, progress: bool) -> Path:
                 raise ArchiveError(f"{reason}. Copy it again, or pack the raw data and keep that.") from None
         folder = data.relative_to(begun / "new").as_posix()
         receipt = {"source": job.text, "version": version, "sha256": job.sha256, "folder": folder}
+        receipt["files"] = len(fetch.files_in(data))
         disk.write_atomic(begun / "new" / RECEIPT, json.dumps(receipt, indent=2) + "\n")
     return job.target / folder
 
