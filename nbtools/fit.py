@@ -98,8 +98,7 @@ def fit(
 
 
 def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, **settings: Any) -> tuple[Path, Any]:
-    """Return the folder of a call's run, without requests to an earlier one, and where it is kept. Raises PackError,
-    CheckpointError, PlanError."""
+    """Return a call's run folder, without earlier requests, and the kept one. Raises Pack-, Checkpoint-, PlanError."""
     if settings:
         train.as_task(task).PLAN.replace(**settings)  # what is none either, is refused as such
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -2,8 +2,8 @@
 
 Batches are doubled until throughput no longer rises, or memory, data or time runs out: the largest that fits is not the
 fastest, and rarely needed. Learning rates train for some steps from the same weights on the same batches, under the
-plan's whole schedule compressed into these steps: a fifth of those planned, if time allows. Fewer favour too high an
-lr, more too low a one: the validation loss punishes a network that is sure of all its samples though it is right.
+plan's whole schedule compressed into these steps: as many as the time allows, since fewer favour too high an lr. Where
+there is no recipe, the best metric decides: the loss punishes a network that is sure of itself, though it is right.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ LATE, FLAT = "time ran out", "throughput no longer rises"
 
 FACTORS = (1.0, 3.0, 1 / 3, 9.0, 1 / 9)  # of the first lr, in the order in which they are tried
 LEAST_VALUES, MORE = 3, 2  # below which nothing is chosen; values beyond these, where the best one lies at an end
-LEAST_STEPS, TRIED = 100, 5  # of each value: at least, and at most the planned ones over this
+LEAST_STEPS = 100  # of each value
 LEAST_S, SHARE, MOST_S = 15.0, 0.1, 120.0  # seconds of a whole trial: at least, else a share of the training; at most
 CHUNKS, LEAST_SCORED = 32, 100  # parts of the validation samples, whose losses are paired; samples of it at least
 SCORED_SHARE, TAIL = 0.2, 0.1  # of the trained samples, that a value is scored on; without validation, of its steps
 OFTEN = 10  # steps, after each of which it is seen whether the loss is still a number
 
-Losses = dict[float, np.ndarray | None]
-"""lr → the losses that are compared, each of the same samples for all values; None where it diverged"""
+Costs = dict[float, np.ndarray | None]
+"""lr → (2, n): what is compared, lower is better, and losses, of the same samples for all; None where it diverged"""
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,15 @@ class Finder:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A learning rate that was tried. loss: its score, None if it diverged."""
+    """A learning rate that was tried. loss: None if it diverged; score: the metric by which values are compared."""
 
     lr: float
     loss: float | None
+    score: float | None = None
 
     @property
     def outcome(self) -> str:
-        return "diverged" if self.loss is None else number(self.loss)
+        return "diverged" if self.loss is None else number(self.loss if self.score is None else self.score)
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +181,7 @@ class LrTrial(Report):
     """Hold what trying learning rates gave. Shows as a table.
 
     rule: the lr that the values lie around; lr: the chosen one, None if none could be tried; reason: one sentence;
-    candidates: by rising lr; steps: of each; seconds: of all.
+    candidates: by rising lr; steps: of each; seconds: of all; metric: by which they are compared.
     """
 
     rule: float
@@ -189,13 +190,15 @@ class LrTrial(Report):
     candidates: tuple[Candidate, ...] = ()
     steps: int = 0
     seconds: float = 0.0
+    metric: str = "loss"
 
     def caption(self) -> str:
         return self.reason
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        rows = [(digits(c.lr), c.outcome, "chosen" if c.lr == self.lr else "") for c in self.candidates]
-        return ("lr", "loss", ""), rows
+        second = {c.lr: "" if c.score is None or c.loss is None else number(c.loss) for c in self.candidates}
+        rows = [(digits(c.lr), c.outcome, second[c.lr], "chosen" * (c.lr == self.lr)) for c in self.candidates]
+        return ("lr", self.metric, "loss", ""), rows
 
 
 def lr_sweep(task: TaskLike, pack: Pack, plan: Any, lrs: Iterable[float] = (), seconds: float = 60.0) -> LrTrial:
@@ -229,7 +232,7 @@ def lr_trial(
         return LrTrial(plan.lr, None, f"no trial of other learning rates: {need}, but only {seconds:.0f} s are allowed")
     phase("learning rate", seconds)
     most = int(seconds / (max(step_s, 1e-9) * (count if lrs else count + MORE)))
-    steps, losses, peaks = max(LEAST_STEPS, min(most, planned // TRIED)), Losses(), set[float]()
+    steps, losses, peaks, best = max(LEAST_STEPS, min(most, planned)), Costs(), set[float](), "-loss"
     with untouched(device), Deadline(seconds) as clock:
         feed, validation = open_feed(pack, plan, device), scoring_batches(pack, plan, steps)
         for lr in values(losses, plan.lr, lrs):
@@ -238,17 +241,19 @@ def lr_trial(
             peaks.add(round_lr(lr * stepper.state.optimizer.param_groups[0]["lr_scale"]))
             if losses and len(peaks) == 1:
                 return LrTrial(plan.lr, None, "no trial of other learning rates: the optimizer has an lr of its own")
-            losses[lr] = score(stepper, steps, validation)
+            best = "-loss" if recipe or not validation else stepper.task.BEST
+            losses[lr] = score(stepper, steps, validation, best)
             stepper.batches.close()
     took = seconds - clock.left()
     if len(losses) < min(LEAST_VALUES, count):
         reason = f"no trial of other learning rates: only {plural(len(losses), 'value')} finished in {took:.0f} s"
         return LrTrial(plan.lr, None, f"{reason}, as steps took longer than before", seconds=took)
-    return choose_lr(losses, plan.lr, recipe, steps, took, "validation" if validation else "training")
+    made = LrTrial(plan.lr, None, "", (), steps, took, best.removeprefix("-").replace("_", " "))
+    return choose_lr(losses, made, recipe, "validation" if validation else "training", best.startswith("-"))
 
 
-def values(losses: Losses, rule: float, lrs: Sequence[float]) -> Iterator[float]:
-    """Yield the values in turn; by default also beyond the end with the lowest loss, smaller if all diverged."""
+def values(losses: Costs, rule: float, lrs: Sequence[float]) -> Iterator[float]:
+    """Yield the values in turn; by default also beyond the end with the best one, smaller if all diverged."""
     yield from lrs or [round_lr(rule * factor) for factor in FACTORS]
     for _ in range(0 if lrs else MORE):
         best = lowest(losses)
@@ -262,9 +267,9 @@ def round_lr(lr: float) -> float:
     return float(f"{lr:.3g}")
 
 
-def lowest(losses: Losses) -> float | None:
-    """Return the lr with the lowest loss."""
-    finite = {lr: float(each.mean()) for lr, each in losses.items() if each is not None}
+def lowest(costs: Costs) -> float | None:
+    """Return the lr with the lowest cost, of equal ones with the lowest loss, else the first that was tried."""
+    finite = {lr: tuple(each.mean(1)) for lr, each in costs.items() if each is not None}
     return min(finite, key=finite.__getitem__, default=None)
 
 
@@ -276,8 +281,8 @@ def scoring_batches(pack: Pack, plan: Plan, steps: int) -> list[np.ndarray]:
     return in_order(ids, lengths_of(pack, ids), min(max(1, len(ids) // CHUNKS), plan.batch_size)) if len(ids) else []
 
 
-def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndarray | None:
-    """Train so many steps of the whole schedule; return losses of validation parts or last steps if all are finite."""
+def score(stepper: Stepper, steps: int, validation: list[np.ndarray], best: str) -> np.ndarray | None:
+    """Train so many steps of the whole schedule; return costs of validation parts or last steps if all are finite."""
     whole, rest = divmod(steps, batches_in(stepper.pack.splits["train"], stepper.plan.batch_size))
     part = sum(map(len, epoch_batches(stepper.pack, stepper.plan, whole)[:rest]))
     stepper.state.epoch_size = (whole * stepper.pack.splits["train"] + part) / stepper.plan.epochs
@@ -288,28 +293,33 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray]) -> np.ndar
         if step % OFTEN == 0 and not math.isfinite(float(loss)):
             return None
     losses = torch.stack(training[-max(1, int(TAIL * steps)) :]).float().cpu().numpy().astype(np.float64)
+    costs = np.stack([losses, losses])
     if validation and np.isfinite(losses).all():
         batches = (raw for raw in stepper.feed(validation) if stepper.clock() >= 0)  # a Deadline ends here too
-        losses = evaluation.losses(stepper.task, stepper.state.model, batches, stepper.plan)
-    return losses if np.isfinite(losses).all() else None
+        costs = evaluation.costs(stepper.task, stepper.state.model, batches, stepper.plan, best)
+    return costs if np.isfinite(costs).all() else None
 
 
-def choose_lr(losses: Losses, rule: float, recipe: bool, steps: int, seconds: float, where: str) -> LrTrial:
-    """Return the lr with the lowest loss; of those within one standard error of it the recipe's, else the smallest."""
-    best, tried = lowest(losses), f"{plural(len(losses), 'value')}, {steps} steps each"
-    rows = tuple(Candidate(lr, None if each is None else float(each.mean())) for lr, each in sorted(losses.items()))
+def choose_lr(costs: Costs, made: LrTrial, recipe: bool, where: str, falls: bool) -> LrTrial:
+    """Return the trial with its choice: the best lr; of those within one standard error of the lowest loss the
+    recipe's, else without a metric the smallest. falls: whether lower is better."""
+    best, rows = lowest(costs), list[Candidate]()
+    tried, rule = f"{plural(len(costs), 'value')}, {made.steps} steps each", round_lr(made.rule)
+    for lr, each in sorted(costs.items()):
+        cost, loss = (None, None) if each is None else map(float, each.mean(1))
+        rows.append(Candidate(lr, loss, None if cost is None or made.metric == "loss" else cost if falls else -cost))
+    made = replace(made, candidates=tuple(rows))
     if best is None:
-        reason = f"every lr diverged ({tried}), so the rule's is kept; check data and loss"
-        return LrTrial(rule, None, reason, rows, steps, seconds)
-    finite = {lr: each for lr in sorted(losses) if (each := losses[lr]) is not None}
-    equal = [lr for lr in finite if near(finite[lr], finite[best])]  # the lowest and those within noise of it
-    own = recipe and round_lr(rule) in equal
-    lr, why = round_lr(rule) if own else equal[0], f"lowest {where} loss of {tried}, measured here"
+        return replace(made, reason=f"every lr diverged ({tried}), so the rule's is kept; check data and loss")
+    finite = {lr: each for lr in sorted(costs) if (each := costs[lr]) is not None}
+    level = [lr for lr in finite if near(finite[lr][0], finite[best][0])] if made.metric == "loss" else [best]
+    own = recipe and rule in level
+    lr, why = rule if own else level[0], f"{'lowest' if falls else 'highest'} {where} {made.metric} of {tried}"
     if lr != best:
         kind = "the task's own," if own else "the smallest"
-        why = f"{kind} whose {where} loss is within noise of the lowest; {tried}, measured here"
+        why = f"{kind} whose {where} loss is within noise of the lowest; {tried}"
     listed = ", ".join(f"{digits(row.lr)}: {row.outcome}" for row in rows)
-    return LrTrial(rule, lr, f"{why} ({listed})", rows, steps, seconds)
+    return replace(made, lr=lr, reason=f"{why}, measured here ({listed})")
 
 
 def near(losses: np.ndarray, lowest: np.ndarray) -> bool:

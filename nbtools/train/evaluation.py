@@ -91,10 +91,14 @@ def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, metrics: Any = 
     return {"loss": loss, **score(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
-def losses(task: Task, model: nn.Module, raws: Iterable[Batch], plan: Plan) -> np.ndarray:
-    """Return the loss of each raw batch, (n,) float64, NaN as infinity."""
-    pairs = [scores(task, model, raw, plan, metrics=())["loss"] for raw in raws]
-    return np.nan_to_num(np.array([float(total / (float(count) or 1.0)) for total, count in pairs]), nan=np.inf)
+def costs(task: Task, model: nn.Module, raws: Iterable[Batch], plan: Plan, best: str) -> np.ndarray:
+    """Return a metric, as in `Task.BEST`, and the loss of each raw batch, (2, n) float64, of which lower is better."""
+    rows, sign, metrics = list[list[float]](), 1 if best.startswith("-") else -1, () if best == "-loss" else None
+    for raw in raws:
+        (sums := Sums(next(iter(raw.values())).device)).add(scores(task, model, raw, plan, metrics))
+        values = sums.read()
+        rows.append([sign * values[best.removeprefix("-")], values["loss"]])
+    return np.array(rows).reshape(-1, 2).T
 
 
 def score_split(

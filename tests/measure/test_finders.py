@@ -126,14 +126,14 @@ def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_nex
     assert (high.lr or 1.0) < 0.01
 
 
-def test_within_noise_the_recipe_wins_and_else_the_smallest_value(tmp_path):
+def test_of_values_that_are_alike_the_recipe_wins_or_the_first_and_of_losses_within_noise_the_smallest(tmp_path):
 
     def loss(model, batch, plan):
         return (model(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"])
 
     plain = {name: getattr(toy, name).replace(lr=nb.Plan().lr) for name in ("PLAN", "BASELINE")}
-    for k, (task, factor) in enumerate(((toy.with_(loss=loss), 1), (toy.with_(loss=loss, **plain), 1 / 9))):
-        trial: Any = advised(task, toy.make_pack(tmp_path / str(k))).lr_trial
+    for k, (own, factor) in enumerate((({}, 1), (plain, 1), ({**plain, "BEST": "-loss"}, 1 / 9))):
+        trial: Any = advised(toy.with_(loss=loss, **own), toy.make_pack(tmp_path / str(k))).lr_trial
         assert trial.lr == pytest.approx(trial.rule * factor, rel=0.01)
 
 
@@ -201,7 +201,8 @@ def test_the_trial_is_part_of_the_advice_shown_as_a_table_and_changes_nothing_ou
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     trial: Any = advice.lr_trial
     assert advice.plan.lr == trial.lr
-    assert all(f"{each.loss:.3g}" in advice.reasons["lr"] for each in trial.candidates[-2:] if each.loss)
+    assert trial.metric == "accuracy"
+    assert all(f"{each.score:.3g}" in advice.reasons["lr"] for each in trial.candidates[-2:] if each.score)
     assert "chosen" in str(trial)
 
 
