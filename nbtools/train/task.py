@@ -199,6 +199,9 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's
         rule = f"{title_of(task)}: the network must be the module itself, got {type(model).__name__} around it"
         raise TrainError(f"{rule}; leave that out: Plan(compile=True) compiles it, nb.launch uses several GPUs")
+    if odd := [name for name, each in model.state_dict().items() if not isinstance(each, Tensor)]:
+        fix = "let get_extra_state return a tensor, or nothing"
+        raise TrainError(f"{title_of(task)}: {odd[0]} is no tensor, and checkpoints hold tensors only; {fix}")
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase) and "forward" not in vars(layer):
             vars(layer)["forward"] = partial(in_float32, layer)

@@ -325,6 +325,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
     r"that needs no closure .*, got LBFGS": {"optimizer": torch.optim.LBFGS},
     r"and has no eval\(\), got Free": {"optimizer": Free},
     r"creates head\.weight, which no .*; make it in __init__": {"model": Growing(3)},
+    "_extra_state is no tensor, and checkpoints": {"model": type("Extra", (own.Small,), {"get_extra_state": dict})(3)},
     r"the weights are torch\.float64: pass net\.float": {"model": own.Small(3).double()},
     "a factor ≥ 0 on lr, got -1": {"schedule": lambda plan: lambda t: t - 1},
 }
