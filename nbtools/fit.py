@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import is_torchelastic_launched
 
 from nbtools import disk, measure, train
-from nbtools.data import Pack, meanwhile, mount_point, place_to_keep, release_runtime, say, work
+from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, work
 from nbtools.errors import CheckpointError, MissingExtra, PackError, PlanError, TrainError
 from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
@@ -109,7 +109,8 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with {makes}")
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
-    if str(run).startswith("drive:") or (run is not None and Path(run).is_relative_to(mount_point())):
+    drives = [point for point, kind in disk.mounts().items() if kind == "fuse.drive"]
+    if str(run).startswith("drive:") or any(map(Path(run or "").is_relative_to, drives)):
         raise CheckpointError(f"run={str(run)!r}: a run folder must be local; keep={str(run)!r} copies it to Drive")
     kept = None if keep is None else place_to_keep(keep)
     folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()

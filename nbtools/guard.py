@@ -69,14 +69,12 @@ class Guard:
         return self.way
 
     def read(self, why: Any) -> str:
-        """Return the name of the checkpoint to go back to. Raises CheckpointError where it, or for an undo it and all
-        before it, are damaged: going back deletes the later ones."""
-        index = checkpoint.read_index(self.folder)
+        """Return the name of the checkpoint to go back to: the best, else the newest intact one before the watched
+        changes. Raises CheckpointError where it is damaged, since going back deletes the later ones."""
+        index, anchor = checkpoint.read_index(self.folder), self.anchor or {}
         if why == "best":
             return checkpoint.read(self.folder, index["best"]).name
-        name = self.anchor["name"] if self.anchor else index["last"]
-        checkpoint.newest(self.folder, name)
-        return name
+        return checkpoint.newest(self.folder, anchor.get("name", index["last"])).name
 
     def watch(self) -> None:
         """Watch the change from the applied plan to the wanted one, unless an earlier one is still being watched."""
