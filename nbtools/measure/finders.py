@@ -3,7 +3,7 @@
 Batches are doubled until throughput no longer rises, or memory, data or time runs out: the largest that fits is not the
 fastest, and rarely needed. Learning rates train for some steps from the same weights on the same batches, under the
 plan's whole schedule compressed into these steps: as many as the time allows, since fewer favour too high an lr. Where
-there is no recipe, the best metric decides: the loss punishes a network that is sure of itself, though it is right.
+there is no recipe, the metric decides first: the loss punishes a network that is sure of itself, though it is right.
 """
 
 from __future__ import annotations
@@ -268,9 +268,11 @@ def round_lr(lr: float) -> float:
 
 
 def lowest(costs: Costs) -> float | None:
-    """Return the lr with the lowest cost, of equal ones with the lowest loss, else the first that was tried."""
-    finite = {lr: tuple(each.mean(1)) for lr, each in costs.items() if each is not None}
-    return min(finite, key=finite.__getitem__, default=None)
+    """Return the lr with the lowest loss of those whose cost is within one standard error of the lowest."""
+    finite = {lr: each for lr, each in costs.items() if each is not None}
+    first = min(finite.values(), key=lambda each: tuple(each.mean(1)), default=np.zeros((2, 1)))
+    level = {lr: float(each[1].mean()) for lr, each in finite.items() if near(each[0], first[0])}
+    return min(level, key=level.__getitem__, default=None)
 
 
 def scoring_batches(pack: Pack, plan: Plan, steps: int) -> list[np.ndarray]:
@@ -301,20 +303,20 @@ def score(stepper: Stepper, steps: int, validation: list[np.ndarray], best: str)
 
 
 def choose_lr(costs: Costs, made: LrTrial, recipe: bool, where: str, falls: bool) -> LrTrial:
-    """Return the trial with its choice: the best lr; of those within one standard error of the lowest loss the
-    recipe's, else without a metric the smallest. falls: whether lower is better."""
-    best, rows = lowest(costs), list[Candidate]()
+    """Return the trial with its choice: the lr with the lowest loss where the metric is best; without one, of those
+    within one standard error the recipe's, else the smallest. falls: whether a lower metric is better."""
+    best, rows, metric = lowest(costs), list[Candidate](), made.metric if made.metric != "loss" else ""
     tried, rule = f"{plural(len(costs), 'value')}, {made.steps} steps each", round_lr(made.rule)
     for lr, each in sorted(costs.items()):
         cost, loss = (None, None) if each is None else map(float, each.mean(1))
-        rows.append(Candidate(lr, loss, None if cost is None or made.metric == "loss" else cost if falls else -cost))
+        rows.append(Candidate(lr, loss, None if cost is None or not metric else cost if falls else -cost))
     made = replace(made, candidates=tuple(rows))
     if best is None:
         return replace(made, reason=f"every lr diverged ({tried}), so the rule's is kept; check data and loss")
     finite = {lr: each for lr in sorted(costs) if (each := costs[lr]) is not None}
-    level = [lr for lr in finite if near(finite[lr][0], finite[best][0])] if made.metric == "loss" else [best]
+    level = [best] if metric else [lr for lr in finite if near(finite[lr][0], finite[best][0])]
     own = recipe and rule in level
-    lr, why = rule if own else level[0], f"{'lowest' if falls else 'highest'} {where} {made.metric} of {tried}"
+    lr, why = rule if own else level[0], f"lowest {where} loss {metric and f'where {metric} is best '}of {tried}"
     if lr != best:
         kind = "the task's own," if own else "the smallest"
         why = f"{kind} whose {where} loss is within noise of the lowest; {tried}"
