@@ -9,6 +9,7 @@ import gc
 import pickle
 import signal
 import sys
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -125,7 +126,8 @@ class Resident(Feed):
 
     def __init__(self, pack: Pack, device: torch.device, plan: Plan):
         super().__init__(pack, device, plan)
-        self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
+        with warnings.catch_warnings(action="ignore"):  # torch's, of a large map, which cannot be written
+            self.values = {name: torch.from_numpy(array).to(device) for name, array in pack.arrays.items()}
         self.offsets = {name: torch.from_numpy(array).to(device) for name, array in pack.offsets.items()}
 
     def padded(self, plan: Plan) -> Self:

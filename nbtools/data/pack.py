@@ -142,10 +142,13 @@ class Pack(show.Table):
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the memory map of each column's values, private to this process: writes do not reach the file."""
         files = {name: path for name in self.columns if (path := self.folder / f"{name}.npy").exists()}
-        with contextlib.suppress(OSError):  # Linux lets no process write to maps larger than its memory
-            return {name: np.load(path, mmap_mode="c") for name, path in files.items()}
         with disk.explained("reading a pack", self.folder):
-            return {name: np.load(path, mmap_mode="r") for name, path in files.items()}
+            try:
+                return {name: np.load(path, mmap_mode="c") for name, path in files.items()}
+            except OSError as error:
+                if error.errno != errno.ENOMEM:  # Linux lets no process write to maps larger than its memory
+                    raise
+                return {name: np.load(path, mmap_mode="r") for name, path in files.items()}
 
     @cached_property
     def offsets(self) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
+import torch
 import toy
 from archives import forked, put, tar_bytes, tree
 from kernels import until
@@ -22,7 +23,7 @@ from packs import pack_of
 import nbtools as nb
 from nbtools import disk
 from nbtools.__main__ import main
-from nbtools.data import Entry, Pack, Survey, build, build_pack, cache, progress
+from nbtools.data import Entry, Pack, Survey, build, build_pack, cache, open_feed, progress
 from nbtools.data.stage import lock
 from nbtools.errors import DiskError, NbtoolsError, PackError, StageError
 
@@ -96,7 +97,8 @@ def test_fixed_and_ragged_columns_come_back_as_they_went_in(place, monkeypatch):
     assert "line float32 (·, 6)" in str(made)
     load, large = np.load, MagicMock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     monkeypatch.setattr(np, "load", lambda *of, mmap_mode=None: (large if mmap_mode == "c" else load)(*of))
-    np.testing.assert_array_equal(Pack.open(made.folder).arrays["image"][0], samples[0]["image"])
+    np.testing.assert_array_equal((large_pack := Pack.open(made.folder)).arrays["image"][0], samples[0]["image"])
+    assert open_feed(large_pack, nb.Plan(feed="resident"), torch.device("cpu")), "without a warning"
 
 
 UNLIKE = {  # what is said of a second sample → its arrays
