@@ -98,7 +98,8 @@ def fit(
 
 
 def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, **settings: Any) -> tuple[Path, Any]:
-    """Return a call's run folder, without earlier requests, and the kept one. Raises Pack-, Checkpoint-, PlanError."""
+    """Return the folder of a call's run, without requests to an earlier one, and where it is kept. Raises PackError,
+    CheckpointError, PlanError."""
     if settings:
         train.as_task(task).PLAN.replace(**settings)  # what is none either, is refused as such
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -110,7 +111,7 @@ def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, *
     if run is None and keep is not None:
         raise CheckpointError(f"keep={str(keep)!r} needs run=, the local folder of the run; name one, run='runs/…'")
     drives = [point for point, kind in disk.mounts().items() if kind == "fuse.drive"]
-    if str(run).startswith("drive:") or any(map(Path(run or "").is_relative_to, drives)):
+    if str(run).startswith("drive:") or any(map(Path(run or "/").expanduser().resolve().is_relative_to, drives)):
         raise CheckpointError(f"run={str(run)!r}: a run folder must be local; keep={str(run)!r} copies it to Drive")
     kept = None if keep is None else place_to_keep(keep)
     folder = own_folder(task, pack, plan, fresh) if run is None else Path(run).expanduser()

@@ -28,7 +28,7 @@ MOST_PROCESSES = 8  # that read files: more wait for the same disk
 ASKED = ("epochs", "batch_size", "lr", "amp")  # settings that a notebook shows wherever they come from
 LEAST_BATCH = 8  # a smaller one gives BatchNorm poor statistics
 THUMB = "rule of thumb"
-WARMING = 10  # epochs over this are the warmup of a network without a recipe: high lrs then lose fewer of them
+WARMING = 10  # a network without a recipe warms up for its epochs over this: fewer trainings with a high lr fail
 BROKEN = {"mps": {"channels_last": (False, "batch norm is wrong with it on MPS (pytorch#175189)")}}
 SPEED = ("amp", "channels_last", "feed", "workers", "prefetch", "compile", "graph", "micro_batch_size")
 """Settings that are advice's to choose, whether or not it tried them."""

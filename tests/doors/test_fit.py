@@ -81,10 +81,13 @@ def test_what_cannot_be_trained_evaluated_or_opened_is_refused_before_anything_i
     refused(TrainError, "BEST must be one of loss, acc.*, got 'acc'", nb.fit, toy.with_(BEST="acc"), pack, ONE, new)
     refused(PackError, r"pack must be an nb\.Pack, got PosixPath; make one with toy\.pack", fit, tmp_path, ONE, new)
     refused(CheckpointError, "a run folder must be local; keep='drive:runs/x' copies", fit, pack, ONE, "drive:runs/x")
-    (mounts := tmp_path / "mounts").write_text("drive /content/drive fuse.drive rw 0 0\n")
+    (mounts := tmp_path / "mounts").write_text(f"drive {tmp_path}/drive fuse.drive rw 0 0\n")
+    (tmp_path / "drive").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nbtools.disk.MOUNTS", mounts)
-        refused(CheckpointError, "must be local; keep='/content/d", fit, pack, ONE, "/content/drive/MyDrive/runs/x")
+        patch.chdir(tmp_path / "drive")  # as people on Colab do
+        for place in (tmp_path / "drive" / "runs" / "x", "runs/x"):
+            refused(CheckpointError, "a run folder must be local; keep=", fit, pack, ONE, place)
     into = r"called epochs; settings go into plan=toy\.PLAN\.replace\(epochs=3\)"
     refused(PlanError, into, nb.fit, toy, pack, epochs=3)
     refused(PlanError, r"advise takes no epochs, lr; change its plan: nb\.a", nb.advise, toy, pack, epochs=3, lr=0.1)
