@@ -7,7 +7,7 @@ All train the same network with the same batches (a user's own Dataset each shuf
 levers that are fastest for each of them: precision, memory layout and DataLoader workers by a trial of a few seconds
 each, compilation, which is the same call in all, by one of plain PyTorch. `guide` is the task's BASELINE with the same
 network. Advice and trials are not counted, nbtools' packing is. Each run is a process of its own, so that none finds
-what another left; rounds run all of them in turns.
+what another left; rounds run all of them in turns, each round from another seed.
 
 samples/s: of whole epochs after the first, evaluation and the best weights' file included. to target: until the first
 evaluation on the validation split that reached it, from the call of the program; its imports are not counted. wait: the
@@ -208,7 +208,9 @@ def compare(
 
     def turn(who: str) -> float:
         asked = {"program": who, "levers": levers[who]["levers"] if who in levers else asdict(Levers())}
-        one = apart({**given, **asked, "plan": (guide if who == "guide" else plan).to_dict()})
+        used = guide if who == "guide" else plan
+        seed = plan.seed + len(values.get("rate", {}).get(who, ()))
+        one = apart({**given, **asked, "plan": used.replace(seed=seed).to_dict()})
         for what, value in one.items():
             values.setdefault(what, {}).setdefault(who, []).append(value)
         return one["rate"]

@@ -68,10 +68,11 @@ KEPT |= {(name, name): (0, 1.1) for name in map("knobs_{}".format, ("captcha", "
 
 
 @pytest.mark.parametrize(("name", "figure"), KEPT)
-def test_the_kept_receipts_keep_the_promises(name, figure):
+def test_the_kept_receipts_keep_the_promises_and_are_of_this_version(name, figure):
     found, (least, most) = figures(name)[figure], KEPT[name, figure]
     assert found["n"] >= {"knobs": 7, "tasks": 3}.get(figure.partition("_")[0], 9)
     assert least <= found["value"] <= most
+    assert {json.loads(path.read_text())["version"] for path in RESULTS.glob("*.json")} == {disk.VERSION}
 
 
 def test_two_lines_learn_each_problem_as_well_as_every_peer_within_its_spread_and_all_of_them_better():
@@ -106,17 +107,14 @@ def test_each_program_accepts_what_gpu_bench_calls_it_with(tmp_path, monkeypatch
             import_module("nbtools.__main__" if program == "nbtools" else program).main()
 
 
-def test_the_kept_receipts_are_of_this_version():
-    assert {json.loads(path.read_text())["version"] for path in RESULTS.glob("*.json")} == {disk.VERSION}
-
-
 @pytest.mark.parametrize(
-    ("task", "faster"), [("captcha", 1.5), ("hwdb", 1.4), ("sign", 1.1), ("segment", 1.0), ("photos", 0), ("arrays", 0)]
+    ("task", "faster"), [("captcha", 1.5), ("hwdb", 1.4), ("sign", 1.1), ("segment", 1.5), ("photos", 0), ("arrays", 0)]
 )
 def test_no_single_peer_trains_more_than_a_twentieth_faster_and_the_guide_is_behind(task, faster):
     found = figures(f"tasks_{task}")
     for peer in ("pytorch", "lightning", "accelerate", "transformers", "fastai"):
         assert found[f"nbtools over {peer}"]["value"] >= 0.95  # of lines one is level
         sooner = found.get(f"time to target, {peer} over nbtools", {"value": 1})
-        assert sooner["value"] >= (0.9 if task in ("hwdb", "arrays") else 1)  # packing takes part of half a minute
+        floor = {"hwdb": 0.9, "segment": 0.9, "arrays": 0.8}.get(task, 1)  # packing, once, takes part of a first run
+        assert sooner["value"] >= floor
     assert not faster or found["nbtools over guide"]["least"] >= faster
