@@ -304,17 +304,9 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
 
 def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, draw: Draw) -> tuple[list[str], ...]:
     """Return the split of each sample, by its group or name, exact: by its arrays without the class; and remarks."""
-    places = []
-    for i, entry in enumerate(entries):
-        arrays = pack.sample(i) if survey.exact and pack.is_stored else {}
-        held = b"".join(arrays[name].tobytes() for name in sorted(arrays.keys() - {survey.named}))
-        places.append(splits.position(entry.group or held or entry.name, draw[2]))
-    if survey.exact and len({*places}) < min(100, len(places) / 2):  # of a few kinds of rows no split should lack one
-        seen = Counter[Any]()
-        for i, kind in enumerate(zip(places, labels or places, strict=True)):
-            places[i] = splits.position(f"{kind} {seen[kind]}", draw[2]) if seen[kind] else places[i]
-            seen[kind] += 1
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
+    needed = None in given or "val" not in given  # else the source's splits stand
+    places = pack.places(groups, survey.named, labels, draw[2], survey.exact and needed)
     split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
     wanted = Counter(entry.split for entry in survey.entries)
     wanted[None] += len(survey.bad) * (None in wanted)  # files that the survey refused

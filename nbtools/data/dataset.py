@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 TASK = "dataset"
 NO_CLASS = ("images", "imgs", "jpegimages")  # folders of data sets with masks, or lists of labels
 COUNT = r"(?i:id|index|\w*[_ ]id)|\w*[a-z]I[dD]"  # names of columns that count the rows
+WRITTEN = {"keep_default_na": False, "na_values": [""]}  # of pandas: NA, None and nan are texts
+NUMBERS = {"include": ["number", "bool", "boolean"], "exclude": ["timedelta", "complexfloating"]}
 SPLIT = r"(?<![a-z])(?:(train)(?:ing)?|e?(val)(?:id|idation|uation)?|dev|(test)(?:ing)?)(?:set|data|images?)?(?![a-z])"
 
 
@@ -82,6 +84,8 @@ def pack(
         came = f"{1 + len(more)} arguments" if more else f"target={type(target).__name__}"
         raise PackError(f"pack takes its data as one argument, got {came}; write nb.pack((x, y)), or train=…, val=…")
     inputs = [inputs] if isinstance(inputs, str | int) else inputs
+    numbers: Any = (x.item() if isinstance(x, np.generic) else x for x in (val, test, size, folds))
+    val, test, size, folds = numbers
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "resize": resize}
     given |= {"classes": names_in(classes), "points": points, "text": text, "store": store}
     given |= {name: x if x is None else np.ravel(x).tolist() for name, x in (("mean", mean), ("std", std))}
@@ -93,6 +97,9 @@ def pack(
     items, draw = Items(*open_parts(shares, options, root, groups, progress), options=options), (val, test, seed)
     if progress and items.resize:
         say_resize(items, items.resize, resize is None)
+    for name in items.images if progress else ():
+        if (column := items.columns[name]).layout == "hwc" and column.dtype == "<f4":
+            say(f"{name} {column} is read as images (H, W, C), and reaches the network as (C, H, W); else reshape it")
     pack = make_pack(TASK, {"key": items.key(draw), "source": options.source}, into, items.survey, draw, progress)
     pack = dataclasses.replace(pack, raw=RawFiles(pack, Path(), partial(items.read_again, pack.classes)))
     return pack.folds(folds, seed) if folds else pack
@@ -145,9 +152,11 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
     options.source = " + ".join(f"{x}" if isinstance(x, str | Path) else type(x).__name__ for x in given.values())
     for split, data in given.items():
         path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
+        data = joined(data, options, column)
         if is_table(data):
             named = options.image, options.target, column, *TARGETS
-            frame = read_table(data := drive_path(data) if path else data, named)
+            doubted = (options.target,) if options.target is not None else TARGETS
+            frame = read_table(data := drive_path(data) if path else data, named, doubted * (options.classes is None))
             if options.image and split is None:
                 refuse_splits(frame, (options.image, options.target, column))
             roles = roles or roles_of(frame, options, column, progress)  # the first is that of training
@@ -170,6 +179,15 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
     return parts, values if column is not None else groups
 
 
+def joined(data: Any, options: Any, besides: Any) -> Any:
+    """Return (X, y), X a DataFrame, as one, so that its columns keep their names; other data as they are."""
+    pair = isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "select_dtypes") and np.ndim(data[1]) == 1
+    if not pair or options.key not in ((None, None), (TARGET, None)) or TARGET in data[0]:
+        return data
+    options.target, options.inputs = TARGET, [str(name) for name in data[0] if name != besides]
+    return read_table(data[0]).assign(**{TARGET: [*data[1]]})
+
+
 def list_items(data: Any) -> Any:
     """Return the rows of columns, (x, y) or by name; other data as it is. Raises PackError unless it has an item i."""
     fix, names = "pass list(dataset), or define __getitem__ and __len__", data if isinstance(data, Mapping) else None
@@ -179,6 +197,7 @@ def list_items(data: Any) -> Any:
         if several and all(isinstance(column, list) or getattr(column, "ndim", 0) for column in columns):
             arrays = ("to_numpy", "toarray", "cpu")  # of pandas, SciPy, torch
             columns = [next((getattr(x, f)() for f in arrays if hasattr(x, f)), x) for x in columns]
+            columns = [np.where(x.mask, None, x.data) if np.ma.is_masked(x) and x.ndim == 1 else x for x in columns]
             if len(counts := sorted({len(column) for column in columns})) > 1:
                 raise PackError(f"columns must all have the same number of items, got {', '.join(map(str, counts))}")
             rows = [*zip(*columns, strict=True)]
@@ -250,9 +269,10 @@ def is_table(data: Any) -> bool:
     return path or hasattr(data, "select_dtypes") or (other and not hasattr(data, "ndim"))
 
 
-def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
+def read_table(data: Any, named: Collection[Any] = (), doubted: Collection[Any] = ()) -> "pd.DataFrame":
     """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line. named:
-    columns of classes, groups and files, in which 01 is not 1, and no whole number becomes a float or loses digits."""
+    columns of classes, groups and files, in which 01 is not 1, and no whole number becomes a float or loses digits;
+    doubted: those of them in which a text that often means nothing, as None, is refused."""
     import pandas as pd
 
     if isinstance(data, Path):
@@ -260,7 +280,7 @@ def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
             with open(data, encoding="utf-8-sig") as file:
                 sep = max(",;\t|", key=file.readline().count)
             read = partial(pd.read_csv, data, sep=sep, encoding="utf-8-sig", skipinitialspace=True)
-            frame, texts = read(), read(usecols=lambda name: name.strip() in named, dtype="string")
+            frame, texts = read(), read(usecols=lambda name: name.strip() in named, dtype="string", **WRITTEN)
             numbers = [name for name in frame if re.fullmatch(r"-?\d+(\.\d*)?", name)]
             rising = all(map(str.isdecimal, numbers)) and sorted({*map(int, numbers)}) == [*map(int, numbers)]
             if not rising or any((texts[name] == name).any() for name in texts):  # else 0, 1, 2 of pandas, or years
@@ -269,6 +289,13 @@ def read_table(data: Any, named: Collection[Any] = ()) -> "pd.DataFrame":
             fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…)"
             raise PackError(f"{data} must be a table in UTF-8 with a header line, got {error}; {fix}") from None
         for name, cells in texts.items():
+            words = cells[frame[name].isna()].dropna()  # what pandas takes for nothing, as NA and None
+            if len(words) and not pd.api.types.is_numeric_dtype(frame[name]):
+                if name.strip() in doubted:
+                    fix = "may be a class, or mean nothing: name all classes=[…], or empty these cells"
+                    raise PackError(f"{data}: {words.iloc[0]!r} in column {name!r} {fix}")
+                frame[name] = cells
+            cells = cells.where(frame[name].notna())
             if cells.str.fullmatch(r"-?(0\d+|\d{16,}) *").any():
                 frame[name] = cells
             elif cells.str.fullmatch(r"-?\d+ *").all():
@@ -292,6 +319,10 @@ def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) 
     if progress and idle and rest != own and options.inputs is None:
         say(f"unnamed columns and row numbers are left out: {', '.join(idle)}; inputs=[…] includes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
+    large = frame[[name for name in (*inputs, *goals) if name in frame]].select_dtypes(**NUMBERS).head(1000)
+    counts, kept = (dict[str, Any](each.nunique()) for each in (large, large.astype("float32")))
+    if same := [name for name in counts if 2 * kept[name] < counts[name]]:
+        say(f"float32 cannot tell most values of {', '.join(same)} apart: subtract their mean or start first")
     if not inputs or {*inputs} & {*goals}:
         raise PackError(f"inputs and target must be separate columns, got {inputs} and {goals}; choose with inputs=[…]")
     return goals, inputs
@@ -311,17 +342,23 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
     texts are columns of their own; `sep` divides a target into labels. Raises PackError for other columns."""
     if absent := [name for name in (*goals, *inputs) if name not in frame]:
         raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(map(str, frame))}")
-    values = frame[[name for name in inputs if name != options.image]]
-    numbers = values.select_dtypes(["number", "bool", "boolean"]).dropna(axis="columns", how="all")
+    values = frame[[name for name in inputs if name != options.image]].infer_objects()
+    numbers = values.select_dtypes(**NUMBERS)
+    numbers = numbers.dropna(axis="columns", how="all") if len(frame) > 1 else numbers
     texts = [name for name in values if name not in numbers]
     if texts and not options.text and len(frame):
         fix = f"choose others with inputs={[*numbers] or '[…]'}, name target= or image= among them, convert texts with"
-        fix += " text=function or pd.get_dummies(df), and turn dates and decimal commas into numbers"
+        fix += " text=function or pd.get_dummies(df), and turn dates, durations and decimal commas into numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
+    if taken := {*texts} & {"x", "image", TARGET}:
+        raise PackError(f"nbtools has a column {min(taken)!r} of its own; rename that of texts")
     if options.text and not texts:
         raise PackError(f"text= needs a text column, not {', '.join(inputs)}; df[[…]].astype(str) makes one")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
+        names = [str(f).replace("\\", "/") for f in frame[options.image] if not is_missing(f)][:1]
+        if any(not (root / name).exists() and (root.parent / name).exists() for name in names):
+            root = root.parent  # a list that names the folder of images too
         columns["image"] = [None if is_missing(f) else root / str(f).replace("\\", "/") for f in frame[options.image]]
     if len(numbers.columns):
         columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
@@ -332,7 +369,7 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
             values = ["" if is_missing(text) else str(text) for text in values]
             values = [[name.strip() for name in text.split(sep) if name.strip()] for text in values]
         columns[TARGET] = values
-    elif len(frame[[*goals]].select_dtypes(["number", "bool", "boolean"]).columns) < len(goals):
+    elif len(frame[[*goals]].select_dtypes(**NUMBERS).columns) < len(goals):
         raise PackError(f"several targets must be numeric, got {', '.join(goals)}; name one, or use pd.get_dummies(df)")
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
@@ -364,6 +401,8 @@ def items_of(given: Any, card: Card, root: str | Path | None = None) -> Sequence
         return rows_of(read_table(given, [roles.image]), (), columns, roles, place if root is None else stage(root))
     first = card.columns[card.options["inputs"][0]]
     ranks = 0, len(first.shape) + (first.kind == "ragged")
+    if isinstance(given, tuple) and first.layout and all(isinstance(part, str | Path) for part in given):
+        given = [*given]
     if isinstance(given, (str, bytes, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", -1) in ranks:
         return [given]
     given = list_items(given) if hasattr(given, "dataset") else given  # not a DataLoader

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TARGET = "y"
 TARGETS = ("y", "label", "labels", "target")  # keys of an item, and columns, that are its target without being named
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".jfif")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".jfif", ".avif")
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, zipfile.BadZipFile)
 """What Pillow, NumPy and the like raise on damaged files."""
 RESIZES = ("crop", "pad", "squash")
@@ -95,6 +95,8 @@ def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
     points = numeric("points", points).astype(np.float32)
     if not resize:
         return points
+    if points.ndim == 0 or points.shape[-1] not in (2, 4):
+        raise PackError(points.shape, "points must be (…, 2) of x, y or (…, 4) of boxes", "leave out all else")
     before, after = np.array(size), np.array([resize[1], resize[0]])  # x, y
     ratio = after / before
     if resize[2] != "squash":
@@ -130,7 +132,9 @@ def numeric(name: str, value: Any) -> np.ndarray:
     if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
         raise PackError("several", f"{name} must be one array", "return separate parts: (a, b, label), target=2")
     try:
-        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        value = value.float() if getattr(value, "dtype", None) == torch.bfloat16 else value  # which NumPy lacks
+        array = value.astype(float).filled(np.nan) if np.ma.is_masked(value) else np.asarray(value)
         array = np.array(array.tolist()) if array.dtype == object else array  # of a DataFrame, True among numbers
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
         raise PackError(error, f"{name} must be an array", "make it one of numbers") from None
@@ -211,8 +215,7 @@ def fit(name: str, value: Any, column: Column, kind: str = "values", names: Sequ
 
 def common_column(name: str, values: Sequence[Any], classes: Any, picture: bool) -> tuple[str, Column]:
     """Return (kind, as `fit` takes it, column) of plain values. Raises PackError with a sentence where they share none.
-    classes: the names of classes, where there are some; False: whole numbers are values; picture: they are PIL images.
-    """
+    classes: the names of classes, where there are some; False: whole numbers are values; picture: they are images."""
     kinds, count = {type(value) for value in values}, len(classes or ())
     if classes is not False and (str in kinds or kinds <= {int, bool}):
         return "classes", Column("fixed", "<i8", ())

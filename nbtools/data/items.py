@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset
 
 from nbtools import disk
 from nbtools.data import forms
@@ -28,9 +28,8 @@ from nbtools.errors import NbtoolsError, PackError
 VERSION = 11  # of what a card keeps of them; packs of another are made anew
 SEEN, LEAST = 64, 8  # items looked at; of large ones fewer, but so many
 LOOKED, BLOCK, MOST = 2**28, 2**22, 256  # bytes that they may take together, and those of a block; its most items
-KNOWN = (list, np.ndarray, torch.Tensor, TensorDataset)  # in memory: all that they hold identifies a pack
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
-HELD, FLAT = ("targets", "labels", "_fingerprint"), (str, list, np.ndarray, torch.Tensor)  # what Datasets say of all
+HELD, FLAT = ("indices", "targets", "labels", "_fingerprint"), (str, list, np.ndarray, torch.Tensor)  # of all items
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points", "mean", "std")
 
@@ -123,9 +122,12 @@ class Items:
         whole = options.classes is not False and (isinstance(label, str | int) or is_names(label))
         self.resize = [*options.size, options.resize or ("crop" if whole else "squash")] if options.size else None
         self.marks: list[bytes] = []
-        self.index = {str(Path(name)): i for i, name in enumerate(self.names)}  # as RawFiles asks
         self.columns = self.look()
         self.stored = [name for name in self.columns if options.store or (self.listed and name == TARGET)]
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        return {str(Path(name)): i for i, name in enumerate(self.names)}  # as RawFiles asks
 
     def values(self, i: int, columns: Collection[str] | None = None) -> dict[str, Any]:
         """Return column → plain value of an item, or of these alone; the name of a class where its part has names."""
@@ -177,6 +179,8 @@ class Items:
             raise PackError("items have several labels each; list all of them: classes=[…]")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
+        if lost := [name for name, values in seen.items() if not values and name not in options.like]:
+            raise PackError(f"{lost[0]} is missing in all {len(self.looked)} items looked at; leave it out or fill it")
         like = {name: column for name, column in options.like.items() if seen.pop(name, None)}
         made = {n: forms.common_column(n, v, classes, n in self.pictures) for n, v in seen.items() if v}
         common = like | {name: column for name, (_, column) in made.items()}
@@ -191,8 +195,9 @@ class Items:
                 common[name] = Column("fixed", "|u1", (*common[name].shape, 3), "hwc")
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
-            if above or {len(options.mean or ()), len(options.std or ())} != {count}:
-                rule = f"mean and std must have {count} numbers, one per channel of {name}, of bytes in 0…1"
+            odd = not all(0 < std < math.inf for std in options.std or ())
+            if above or odd or {len(options.mean or ()), len(options.std or ())} != {count}:
+                rule = f"mean and std must have {count} numbers, one per channel of {name}, std > 0, of bytes in 0…1"
                 raise PackError(f"{rule}, got {options.mean} and {options.std}; columns: {there}")
         for name in self.marked:
             if len(images) != 1 or name not in common or (0, *common[name].shape)[-1] not in POINTS:
@@ -217,14 +222,17 @@ class Items:
     def key(self, draw: Any) -> str:
         """Return the identity of the data and of what is made of them."""
         made = [FORMAT, VERSION, self.card_options(), vars(self.options) | {"text": None}, self.groups, draw]
-        digest = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8)
+        digest, seen = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8), set[int]()
         for split, part, _ in self.parts:
             digest.update(repr((split, type(part).__qualname__, len(part), self.columns)).encode())
-            known = range(len(part)) if isinstance(part, KNOWN) else ()
-            digest.update(b"".join(mark({} if part[i] is None else parts_of(part[i])) for i in known))
-            while part is not None:  # what Datasets say of all their items, also those below Subsets
-                held = {name: getattr(part, name, "") for name in HELD[: 3 if self.options.store else 2]}
-                digest.update(mark({n: x for n, x in held.items() if isinstance(x, FLAT) and np.ndim(x[:1]) < 2}))
+            known = part if isinstance(part, list) else ()  # what is in memory: all of it
+            digest.update(b"".join(mark({} if item is None else parts_of(item)) for item in known))
+            while part is not None and id(part) not in seen:  # what Datasets say of all their items, also below Subsets
+                seen.add(id(part))
+                held = {name: getattr(part, name, "") for name in HELD[: 4 if self.options.store else 3]}
+                held = {n: x for n, x in held.items() if isinstance(x, FLAT) and np.ndim(x[:1]) < 2}
+                whole = [part] if isinstance(part, np.ndarray | torch.Tensor) else getattr(part, "tensors", ())
+                digest.update(mark(held | dict(enumerate(whole))))
                 part = getattr(part, "dataset", None)
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()

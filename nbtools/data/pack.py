@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -201,17 +202,32 @@ class Pack(show.Table):
         by = by if by in (None, *ragged) else next(iter(ragged), None)
         return self.with_split(np.where(full, self.split, len(SPLITS)), columns=kept, bucket_by=by)
 
+    def places(self, groups: Sequence[str | None], label: Any, labels: Any, seed: int, exact: bool) -> list[float]:
+        """Return the place in [0, 1) of each sample: of its group or name, exact: of its arrays without the label."""
+        places = []
+        for i, name in enumerate(self.names):
+            arrays = self.sample(i) if exact and self.is_stored else {}
+            held = b"".join(arrays[column].tobytes() for column in sorted(arrays.keys() - {label}))
+            places.append(splits.position(groups[i] or held or name, seed))
+        if exact and len({*places}) < min(100, len(places) / 2):  # of a few kinds of rows no split should lack one
+            seen = Counter[Any]()
+            for i, kind in enumerate(zip(places, labels or places, strict=True)):
+                places[i] = splits.position(f"{kind} {seen[kind]}", seed) if seen[kind] else places[i]
+                seen[kind] += 1
+        return places
+
     def folds(self, k: int, seed: int = 0) -> list[Self]:
         """Return k packs for cross-validation: the n-th validates on the n-th part of what is not test, and trains on
         the rest; classes are divided evenly, groups stay whole. They share this pack's folder, and its means."""
         path, label, labels = self.folder / "groups.json", self.manifest["label"], None
         groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
-        places = [splits.position(group or name, seed) for group, name in zip(groups, self.names, strict=True)]
+        if label is not None:
+            labels = class_names(np.load(self.folder / f"{label}.npy"), self.classes)
+        places = self.places(groups, label, labels, seed, "roles" in self.options)
         units = splits.units_of(np.flatnonzero(self.split < 2).tolist(), places, groups)
         if not isinstance(k, int) or not 2 <= k <= len(units):
             raise PackError(f"folds must be 2 to {len(units):,}, the number of samples or groups, got {k!r}")
-        if label is not None:
-            labels = class_names(np.load(self.folder / f"{label}.npy"), self.classes)
+        if labels is not None:
             units.sort(key=lambda unit: splits.mode(map(labels.__getitem__, unit)))
         fold, made = {i: n % k for n, unit in enumerate(units) for i in unit}, []
         for n in range(k):

@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from acting import refused
 from archives import FORMS, archived, put, tar_bytes, tree, zip_bytes
 
 import nbtools as nb
@@ -32,8 +33,7 @@ def extracted(place: Path, data: bytes) -> dict[str, bytes]:
 def assert_refused(data: bytes, match: str | None = None) -> None:
     """With an nbtools error, and no file or link lands anywhere."""
     with tempfile.TemporaryDirectory() as name:
-        with pytest.raises(errors.ArchiveError, match=match):
-            extracted(Path(name), data)
+        refused(errors.ArchiveError, match, extracted, Path(name), data)
         assert set(os.listdir(name)) <= {"inside", "some.archive"}
         assert not any(path.is_symlink() for path in Path(name).rglob("*"))
 
@@ -156,6 +156,5 @@ def test_bombs_stop_at_the_budget(tmp_path, monkeypatch):
     large = {"a": bytes(1_000_000)}
     many = {f"{number}": b"" for number in range(99)}
     for number, (files, form) in enumerate(((large, "tar.gz"), (large, "zip"), (many, "tar.gz"))):
-        with pytest.raises(errors.ArchiveError, match="bomb"):
-            extracted(tmp_path / str(number), archived(files, form))
+        refused(errors.ArchiveError, "bomb", extracted, tmp_path / str(number), archived(files, form))
         assert sum(map(len, tree(tmp_path / str(number) / "inside").values())) <= 100_000

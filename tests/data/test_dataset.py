@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from acting import refused
 from archives import put
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
@@ -175,9 +176,8 @@ def test_labels_in_a_csv_are_what_is_written_and_a_first_line_of_data_is_no_head
 def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     x, y = np.arange(60.0).reshape(20, 3), [0, 1] * 10
     pairs = pack(list(zip(x, y, strict=True))).card.digest
-    tables, sparse = (pd.DataFrame(x), pd.Series(y)), (SimpleNamespace(ndim=2, toarray=lambda: x), y)
-    cuda = SimpleNamespace(ndim=2, cpu=lambda: torch.tensor(x)), y
-    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), tables, sparse, cuda):
+    sparse, cuda = SimpleNamespace(ndim=2, toarray=lambda: x), SimpleNamespace(ndim=2, cpu=lambda: torch.tensor(x))
+    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), (sparse, y), (cuda, y)):
         assert pack(columns).card.digest == pairs, type(columns)
     mixed, polars = frame(y=[True, False] * 10), SimpleNamespace(to_pandas=frame)
     made = pack((mixed, pd.DataFrame({"y": ["a", "b"] * 10})))  # with y as a table of one column
@@ -186,6 +186,82 @@ def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     assert pack(polars).card.digest == pack(frame()).card.digest
     with pytest.raises(nb.NbtoolsError, match=r"one argument, got 2 arguments; write nb.pack\(\(x, y\)\), or train="):
         pack(x, y)
+
+
+def test_columns_of_x_keep_their_names(tmp_path):
+    x = pd.DataFrame(RNG.normal(size=(40, 2)), columns=["a", "b"])
+    made = pack((x, [*(x.a > 0)]), val=np.int64(4), test=np.float64(0))
+    assert (made.splits["val"], made.options["columns"]) == (4, ["a", "b"])
+    assert [*items_of(x[["b", "a"]], made.card)[3]["x"]] == made.arrays["x"][3].tolist()
+    with pytest.raises(nb.NbtoolsError, match="these columns are not numeric: day"):
+        pack((x.assign(day="monday"), [*(x.a > 0)]))
+
+
+def test_what_a_mask_hides_is_missing():
+    x, y = np.ma.masked_equal(np.ones((20, 2)), 0), np.ma.masked_equal([0, 1] * 10, 0)
+    x[3] = np.ma.masked
+    assert [bad.split()[1] for bad in pack((x, [0, 1] * 10)).bad["file"]] == ["3"]
+    assert len(pack((np.ones((20, 2)), y), classes=["0", "1"]).bad) == 10
+    assert len(pack(Items(lambda i: (x[i], i % 2))).bad) == 1
+
+
+def test_a_word_that_may_be_a_class_or_nothing_is_neither_in_silence(tmp_path):
+    rows = [f"{i},{('None', 'Insomnia')[i % 2]},{('NA', 'SE')[i // 20]}\n" for i in range(40)]
+    (path := tmp_path / "t.csv").write_text("".join(["age,disorder,country\n", *rows]))
+    with pytest.raises(nb.NbtoolsError, match="'None' in column 'disorder' may be a class, or mean nothing: name all"):
+        pack(path, target="disorder")
+    made = pack(path, target="disorder", classes=["Insomnia", "None"], inputs="age", groups="country")
+    assert (len(made), made.splits["train"]) == (40, 20), "NA is a country, which stays in one split"
+
+
+UNSAID = {
+    "these columns are not numeric: wait": {"wait": pd.to_timedelta(np.arange(20), unit="min")},
+    "these columns are not numeric: z": {"z": np.fft.fft(np.ones(20))},
+    "y is missing in all 20 items looked at": {"y": [None] * 20},
+    "nbtools has a column 'x' of its own; rename": {"x": ["some", "words"] * 10},
+}
+
+
+@pytest.mark.parametrize("said", UNSAID)
+def test_no_column_is_changed_or_lost_in_silence(said):
+    text = open_image if "rename" in said else None  # any function
+    with pytest.raises(nb.NbtoolsError, match=said):
+        pack(pd.DataFrame({"n": np.ones(20), "y": [0, 1] * 10} | UNSAID[said]), target="y", text=text)
+
+
+def test_what_is_read_otherwise_than_it_may_be_meant_is_said(capsys):
+    nb.pack(pd.DataFrame({"time": 1.7e9 + np.arange(40), "y": [0, 1] * 20}))
+    nb.pack([(np.ones((30, 21, 3), np.float32), i % 2) for i in range(20)])
+    said = capsys.readouterr().err
+    assert "float32 cannot tell most values of time apart: subtract" in said
+    assert "x float32 (30, 21, 3) is read as images (H, W, C), and reaches the network as (C, H, W)" in said
+
+
+def test_data_in_memory_whose_label_is_corrected_are_packed_anew_also_below_a_subset():
+    x, y = torch.randn(200, 3), torch.arange(200) % 2
+    made = [pack(Subset(TensorDataset(x, y), range(200))).folder]
+    y[7] = 1 - y[7]
+    made.append(pack(Subset(TensorDataset(x, y), range(200))).folder)
+    made.append(pack(Subset(TensorDataset(x, y), [*range(199), 0])).folder)
+    assert len({*made}) == 3
+
+
+def test_folds_keep_equal_samples_together():
+    x = np.repeat(RNG.normal(size=(120, 2)).astype(np.float32), 3, 0)
+    for fold in pack((x, [0, 0, 0, 1, 1, 1] * 60), folds=3, test=0):
+        rows = [{fold.arrays["x"][i].tobytes() for i in fold.ids(split)} for split in ("train", "val")]
+        assert (rows[0] & rows[1], len(rows[1])) == (set(), 40)
+
+
+def test_a_list_beside_a_zip_may_name_its_folder_and_several_files_are_predicted_one_by_one(tmp_path):
+    (tmp_path / "raw/images").mkdir(parents=True)
+    for i in range(20):
+        image().save(tmp_path / f"raw/images/{i}.avif")
+    files = [f"images/{i}.avif" for i in range(20)]
+    table = pd.DataFrame({"file": files, "y": [0, 1] * 10})
+    made = pack(table, image="file", root=tmp_path / "raw/images", target="y")
+    assert (len(made), len(made.bad)) == (20, 0)
+    assert len(items_of((*(str(tmp_path / "raw" / file) for file in files),), made.card)) == 20
 
 
 def odd(value, usual=lambda i: (vector(i), "ab"[i % 2]), count=20):
@@ -208,9 +284,8 @@ LEFT_OUT = {  # name: (data, value, rule) of the one row of the table of bad sam
 }
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_an_odd_item_is_a_row_of_the_table_of_bad_samples(name):
-    data, value, rule = LEFT_OUT[name]
+@pytest.mark.parametrize(("data", "value", "rule"), LEFT_OUT.values(), ids=LEFT_OUT)
+def test_an_odd_item_is_a_row_of_the_table_of_bad_samples(data, value, rule):
     made = pack(data)
     [(file, came, broken, fix)] = made.bad.to_numpy().tolist()
     assert (file, bool(fix), len(made)) == ("item 7", True, len(data) - 1)
@@ -250,15 +325,14 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "text must be a module-level function": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
     "the inputs hold none: x float32": (Items(vector), {"mean": [0.5], "std": [0.5]}),
-    "of bytes in 0…1, got .*123.0": ([(image(), 0)] * 20, {"mean": np.full(3, 123.0), "std": [58] * 3}),
+    "std > 0, of bytes in 0…1, got .*123.0": ([(image(), 0)] * 20, {"mean": np.full(3, 123.0), "std": [58] * 3}),
 }
 
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_has_no_single_reading_is_one_sentence_that_names_the_way_out(said):
     data, options = REFUSED[said]
-    with pytest.raises(nb.NbtoolsError, match=said):
-        pack(data, **options)
+    refused(nb.NbtoolsError, said, pack, data, **options)
 
 
 def test_a_number_that_is_no_class_is_never_taken_for_the_place_of_one():
@@ -300,9 +374,8 @@ FOLDERS = {  # name: (folders with 6 pictures each, classes, splits that are giv
 }
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, name):
-    folders, classes, given = FOLDERS[name]
+@pytest.mark.parametrize(("folders", "classes", "given"), FOLDERS.values(), ids=FOLDERS)
+def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, folders, classes, given):
     for folder in folders:
         pictures(tmp_path / "data", folder, form="NFD" if "e\u0301" in folder else "NFC")
     put(tmp_path / "data" / "notes" / "readme.txt")
@@ -329,8 +402,7 @@ NO_CLASSES = {  # what is said → folders with 6 pictures each, the one that is
 def test_folders_of_masks_of_splits_alone_or_of_one_class_are_refused_but_for_one_of_several_splits(tmp_path, said):
     folders, inner = NO_CLASSES[said]
     pictures(tmp_path / "data" / "set", *folders.split())
-    with pytest.raises(nb.NbtoolsError, match=said):
-        pack(tmp_path / "data" / "set" / inner)
+    refused(nb.NbtoolsError, said, pack, tmp_path / "data" / "set" / inner)
     apart = pack(train=pictures(tmp_path / "more", "cat", "dog"), test=pictures(tmp_path / "test", "dog"), val=2)
     assert (apart.splits, apart.names[-1]) == ({"train": 10, "val": 2, "test": 6}, "test/dog/5.png")
 
@@ -431,9 +503,8 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("name", LABELS)
-def test_several_labels_of_a_sample_become_a_1_for_each(name):
-    data, options = LABELS[name]
+@pytest.mark.parametrize(("data", "options"), LABELS.values(), ids=LABELS)
+def test_several_labels_of_a_sample_become_a_1_for_each(data, options):
     made = pack(frame(**data).drop(columns="y") if isinstance(data, dict) else data, **options)
     assert (made.options["kind"], made.classes, str(made.columns["y"])) == ("labels", SEA, "uint8 (2)")
     assert made.arrays["y"].tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]] * 5
@@ -479,8 +550,7 @@ def test_without_a_copy_the_pack_has_labels_and_splits_and_the_dataset_the_rest(
     assert made.arrays["y"].tolist() == whole.arrays["y"].tolist()
     assert sum(made.splits.values()) == 20
     assert (made.raw[3]["image"] == whole.sample(3)["image"]).all()
-    with pytest.raises(nb.NbtoolsError, match=r"name the classes: classes="):
-        pack(Items(lambda i: (vector(i), i % 2)), store=False)
+    refused(nb.NbtoolsError, r"name the classes: classes=", pack, Items(lambda i: (vector(i), i % 2)), store=False)
     other = pack(Items(lambda i: (vector(i), i % 2), classes=["cat", "dog"]), store=False)
     assert (list(other.columns), other.options["stored"], other.raw[1]["y"]) == (["x", "y"], False, 1)
     random = Items(lambda i: (np.random.rand(3), i % 2), classes=["cat", "dog"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, same
+from acting import QUIET, acting, refused, same
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import pack_of
@@ -164,8 +164,7 @@ def test_an_error_of_the_data_reaches_the_consumer_and_is_not_taken_for_the_deat
         next(iter(open_feed(broken, plan, CPU)([np.array([0, 1])])))
     assert not multiprocessing.active_children(), "a traceback keeps them, and its collection waits 10 s for each"
     del held
-    with pytest.raises(PackError, match=r"^item 1: no sound$"):
-        next(iter(open_feed(broken, plan, CPU)([np.array([1])])))
+    refused(PackError, r"^item 1: no sound$", next, iter(open_feed(broken, plan, CPU)([np.array([1])])))
     with pytest.raises(TrainError, match=r'Plan.feed = "workers" reads the source files, .*choose feed="auto"'):
         open_feed(dataclasses.replace(pack, raw=None), plan, CPU)
 
@@ -205,7 +204,6 @@ def test_a_killed_worker_ends_the_run_in_a_sentence_and_the_same_call_resumes_bi
     plan = toy.PLAN.replace(feed="workers", workers=2, epochs=2)
     task = acting({3: lambda: os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)})
     said = "^a worker process .* died, probably because memory .*; set fewer .* See “The loader hangs”"
-    with pytest.raises(TrainError, match=said):
-        nb.fit(task, pack, plan, tmp_path / "run", **QUIET)
+    refused(TrainError, said, nb.fit, task, pack, plan, tmp_path / "run", **QUIET)
     run = nb.fit(toy, pack, plan, tmp_path / "run", **QUIET)
     assert same(run, nb.fit(toy, pack, plan, tmp_path / "whole", **QUIET))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from acting import refused
 from packs import pack_of
 
 from nbtools.data import SPLITS, Pack, Survey, build_pack
@@ -46,11 +47,17 @@ def test_a_name_has_the_same_split_on_every_machine_and_whatever_comes_with_it(p
     assert [made[1].splits[split] / 505 for split in SPLITS] == pytest.approx([0.8, 0.1, 0.1], abs=0.04)
 
 
-def test_whole_numbers_are_exact_counts_and_a_share_stands_next_to_one(place):
+def test_whole_numbers_are_exact_counts_a_share_stands_next_to_one_and_all_may_be_test_or_train(place):
     assert drawn(place, val=7, test=11).splits == {"train": 32, "val": 7, "test": 11}
     assert drawn(place, val=5, test=0.1).splits == {"train": 40, "val": 5, "test": 5}
     with pytest.raises(PackError, match="val=30 and test=20 leave none of 50 samples to train on; lower them"):
         drawn(place, val=30, test=20)
+    assert drawn(place, test=1.0, split=["train", "val"] * 25).splits == {"train": 0, "val": 0, "test": 50}
+    assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
+    whole = drawn(place, val=0, test=0)
+    assert whole.splits == {"train": 50, "val": 0, "test": 0}
+    with pytest.raises(PackError, match=r"is a pack, whose splits cannot change; pass the raw source"):
+        build_pack(whole.folder, "plain", {}, lambda *_: Survey([]), lambda *_: {}, test=1.0)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 15])
@@ -61,15 +68,6 @@ def test_a_share_gives_at_least_one_sample_and_never_all(place, count, survey):
     splits = drawn(place, count, val=0, test=0.98, **survey).splits
     assert splits["train"] >= 1
     assert splits["test"] >= (count > 1)
-
-
-def test_a_source_may_be_all_test_or_all_train(place):
-    assert drawn(place, test=1.0, split=["train", "val"] * 25).splits == {"train": 0, "val": 0, "test": 50}
-    assert drawn(place, test=1).splits["test"] == 1, "a whole number is a count"
-    whole = drawn(place, val=0, test=0)
-    assert whole.splits == {"train": 50, "val": 0, "test": 0}
-    with pytest.raises(PackError, match=r"is a pack, whose splits cannot change; pass the raw source"):
-        build_pack(whole.folder, "plain", {}, lambda *_: Survey([]), lambda *_: {}, test=1.0)
 
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.1), (0.5, 0.5), (0.1, 1.5), ("x", 0.1), (0.1, float("nan")), (1.0, 0.0)])
@@ -83,8 +81,7 @@ def test_the_sources_own_splits_are_kept_and_unknown_ones_refused(place):
     assert [SPLITS[k] for k in made.split] == [*SPLITS] * 16
     made = drawn(place, split=["test"] * 10 + ["train"] * 40, val=25)
     assert made.splits == {"train": 15, "val": 25, "test": 10}, "val is taken from train where there is none"
-    with pytest.raises(PackError, match="split must be one of train, val, test, got 'dev'"):
-        made.ids("dev")
+    refused(PackError, "split must be one of train, val, test, got 'dev'", made.ids, "dev")
 
 
 def test_a_table_in_another_order_has_its_rows_in_the_same_splits(place):
@@ -163,7 +160,5 @@ def test_folds_validate_each_sample_once_share_the_arrays_and_keep_the_test_spli
     with pytest.raises(PackError, match="a fold shares the files of the pack it was divided from; keep that one"):
         folds[0].keep(place / "kept")
     assert made.folds(5, seed=1)[0].ids("val").tolist() != folds[0].ids("val").tolist()
-    wrong: Any = (1, 51, 2.5)
-    for k in wrong:
-        with pytest.raises(PackError, match=f"folds must be 2 to 50, the number of samples or groups, got {k}"):
-            made.folds(k)
+    for k in (1, 51, 2.5):
+        refused(PackError, f"folds must be 2 to 50, the number of samples or groups, got {k}", made.folds, k)

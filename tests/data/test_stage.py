@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import pytest
+from acting import refused
 from archives import archived, away, put, tar_bytes, tree
 
 import nbtools as nb
@@ -70,8 +71,7 @@ def test_a_folder_is_used_where_it_is_but_a_link_to_drive_is_still_drive(place, 
 
 @pytest.mark.parametrize("name", ["digits.tar", "drive:sets/digits.zip", "drive:digits.tar.gz"])
 def test_an_archive_comes_out_once_at_its_only_folder(place, name):
-    data = archived(FILES, name.partition(".")[2])
-    path = put(place / name.replace(":", "/"), data)
+    path = put(place / name.replace(":", "/"), archived(FILES, name.partition(".")[2]))
     source = name if ":" in name else path
     folder = stage(source)
     assert folder.name == "digits"
@@ -103,8 +103,7 @@ def test_the_hash_that_is_given_must_match_also_on_the_second_call(place, capsys
     put(place / "drive" / "digits.tar", TAR)
     digest = hashlib.sha256(TAR).hexdigest()
     stage("drive:digits.tar", sha256=digest.upper())
-    with pytest.raises(errors.StageError, match="sha256 is for an archive"):
-        stage(put(place / "folder" / "a").parent, sha256=digest)
+    refused(errors.StageError, "sha256 is for an archive", stage, put(place / "folder" / "a").parent, sha256=digest)
     assert main(["stage", "drive:digits.tar", "--sha256", "abc"]) == 1
     assert f"its SHA-256 is {digest}, not abc" in capsys.readouterr().err
 
@@ -196,8 +195,7 @@ def test_bad_sources_are_refused_in_words_and_nothing_is_published(place, name, 
         (path / "sub").mkdir(parents=True)
     elif content is not None:
         put(path, content)
-    with pytest.raises(errors.StageError, match=words):
-        stage(name if name.startswith("drive:") else path, place / "target")
+    refused(errors.StageError, words, stage, name if name.startswith("drive:") else path, place / "target")
     assert list((place / "target").glob("*")) == []
 
 
@@ -207,8 +205,7 @@ def test_too_little_space_is_reported_before_the_first_byte(place, monkeypatch):
     full = types.SimpleNamespace(f_bavail=1, f_frsize=1000, f_blocks=1, f_bfree=1)
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     for source, need in (("drive:digits.tar", r"4\.1 MB"), (path, r"5\.\d kB")):
-        with pytest.raises(errors.DiskError, match=rf"needs {need}, but only 1\.0 kB is free there. Free some space"):
-            stage(source)
+        refused(errors.DiskError, rf"needs {need}, but only 1\.0 kB is free there. Free some space", stage, source)
         assert published(cache()) == []
 
 
@@ -216,14 +213,11 @@ def test_a_place_to_keep_is_made_on_drive_and_a_path_on_drive_must_exist(place, 
     assert place_to_keep("drive:new/pack.tar") == place / "drive" / "new" / "pack.tar"
     assert (place / "drive" / "new").is_dir()
     assert nb.kept("drive:new") is None
-    with pytest.raises(errors.StageError, match="there is no"):
-        drive_path("drive:other/pack.tar")
+    refused(errors.StageError, "there is no", drive_path, "drive:other/pack.tar")
     put(place / "drive" / "file", b"a file")
-    with pytest.raises(errors.DiskError, match=r"looking at drive:file/sign: .*Choose another folder"):
-        nb.kept("drive:file/sign")
+    refused(errors.DiskError, r"looking at drive:file/sign: .*Choose another folder", nb.kept, "drive:file/sign")
     monkeypatch.delenv("NBTOOLS_DRIVE")
-    with pytest.raises(errors.StageError, match="NBTOOLS_DRIVE"):
-        stage("drive:digits.tar")
+    refused(errors.StageError, "NBTOOLS_DRIVE", stage, "drive:digits.tar")
 
 
 @pytest.fixture
@@ -272,8 +266,7 @@ def test_the_machine_is_given_back_after_drive_is_written_out_and_kept_where_it_
     release_runtime()
     assert [name for name, *_ in colab.mock_calls] == ["drive.flush_and_unmount", "runtime.unassign"]
     colab.drive.flush_and_unmount.side_effect = ValueError("unmount failed")
-    with pytest.raises(errors.StageError, match=r"machine is kept: .*unmount failed"):
-        release_runtime()
+    refused(errors.StageError, r"machine is kept: .*unmount failed", release_runtime)
     monkeypatch.delitem(sys.modules, "google.colab")
     release_runtime()
     assert (colab.drive.flush_and_unmount.call_count, colab.runtime.unassign.call_count) == (2, 1)
@@ -282,8 +275,7 @@ def test_the_machine_is_given_back_after_drive_is_written_out_and_kept_where_it_
 def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_once(colab, capsys):
     for error, said in ((ValueError("no"), "not mounted: ValueError: no"), (NotImplementedError(), "NBTOOLS_DRIVE")):
         colab.drive.mount.side_effect = error  # the second one on Kaggle, which has Colab's package
-        with pytest.raises(errors.StageError, match=said):
-            nb.kept("drive:captcha.tar")
+        refused(errors.StageError, said, nb.kept, "drive:captcha.tar")
     denied = type("MessageError", (Exception,), {})  # what the browser's answer becomes in Colab
     colab.drive.mount.side_effect = denied("Error: credential propagation was unsuccessful")
     assert nb.kept("drive:nbtools-data/runs/captcha", "a short run") is None
@@ -291,8 +283,7 @@ def test_where_drive_is_declined_nothing_counts_as_kept_and_the_dialog_comes_onc
     printed = capsys.readouterr().err
     for end in ("using a short run instead.", "nothing is kept at drive:nbtools-data/runs/"):
         assert re.search(rf"Access to Drive was declined in Colab's dialog .*{end}", printed)
-    with pytest.raises(errors.NbtoolsError, match="declined in Colab's dialog"):
-        stage("drive:datasets/captcha.tar")
+    refused(errors.NbtoolsError, "declined in Colab's dialog", stage, "drive:datasets/captcha.tar")
     assert colab.drive.mount.call_count == 3, "the user was asked again"
 
 
@@ -419,8 +410,7 @@ FILELESS = {  # an address that gives no file → what is said
 def test_pages_and_statuses_instead_of_a_file_are_explained(web, request, address):
     if not address.startswith(DRIVE):
         request.getfixturevalue("site")
-    with pytest.raises(errors.StageError, match=FILELESS[address]):
-        stage(address.format(web=web))
+    refused(errors.StageError, FILELESS[address], stage, address.format(web=web))
     assert published(cache()) == []
 
 

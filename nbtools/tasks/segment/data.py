@@ -246,12 +246,12 @@ def read_mask(path: Path, options: Options, size: Size) -> np.ndarray:
     """Return (h, w) uint8: the class indices of the mask of an image of a size."""
     ids = read_ids(path)
     require_size((ids.shape[0], ids.shape[1]), size)
-    values, places = np.unique(ids, return_inverse=True)
+    values = np.unique(ids)
     indices = {i: IGNORE for i, _ in options["ignored"]} | {i: k for k, i in enumerate(options["ids"])}
     if unknown := [value for value in values.tolist() if value not in indices]:
         fix = "add them to classes=, or to ignore=; or correct the label"
         raise Refused(str(unknown)[1:-1][:80], "ids must be in the class table", fix)
-    return np.array([indices[value] for value in values.tolist()], np.uint8)[places].reshape(ids.shape)
+    return np.array([indices[value] for value in values.tolist()], np.uint8)[np.searchsorted(values, ids)]
 
 
 def require_size(label: Size, image: Size) -> None:
