@@ -17,7 +17,7 @@ from nbtools.data import Pack, meanwhile, place_to_keep, release_runtime, say, w
 from nbtools.errors import CheckpointError, MissingExtra, PackError, PlanError, TrainError
 from nbtools.folder import Job, begin, decide, former_run, identity, own_folder, restore
 from nbtools.guard import Guard
-from nbtools.live import FirstSignal, Surface, choose_ids, running_kernel
+from nbtools.live import MEASURING, FirstSignal, Surface, choose_ids, running_kernel
 from nbtools.run import RECEIPT, VERDICT, Run, busy, lock, what_next
 from nbtools.train import Plan, Ranks, Record, Task, TaskLike, TrainState, checkpoint
 from nbtools.train import device as devices
@@ -98,8 +98,7 @@ def fit(
 
 
 def opening(task: Any, pack: Any, plan: Any, run: Any, keep: Any, fresh: bool, **settings: Any) -> tuple[Path, Any]:
-    """Return the folder of a call's run, without requests to an earlier one, and where it is kept. Raises PackError,
-    CheckpointError, PlanError."""
+    """Return the folder of a call's run, without earlier requests, and where it is kept. Raises an NbtoolsError."""
     if settings:
         train.as_task(task).PLAN.replace(**settings)  # what is none either, is refused as such
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -228,7 +227,8 @@ def act(job: Job, guard: Guard) -> bool:
             surface.answer(f"stopped by {requests.stopper} after step {state.step}; run it again to {then}", "stop")
             return True
         if requests.take("profile"):
-            surface.measure()
+            surface.due = 0.0  # shown at once, since training waits for it
+            surface.draw(MEASURING)
             with state.meter.watch.paused(), optional("not measured", surface):
                 diagnose(job, partial(surface.answer, asked="profile"))
         if requests.take("evaluate"):

@@ -168,8 +168,7 @@ def begin(
     folder: Path, pack: Pack, state: TrainState, former: Run | None, given: Plan, call: Any, now: Lines
 ) -> tuple[History, list[str]]:
     """Start the run in a folder, or load its last checkpoint; return its history, and complaints about newer ones.
-    given: the plan that counts as given; call: what the user gave; now: the identity of this call. Raises
-    CheckpointError for another one."""
+    given: the plan that counts as given; call: what the user gave; now: its identity. Raises CheckpointError."""
     index, complaints = former.index if former else {}, []
     if former and (differing := differences(index["identity"], now)):
         rule = f"{folder} holds another run ({'; '.join(differing)})"
@@ -182,7 +181,7 @@ def begin(
         for path in sorted(left, key=lambda path: (path.name != checkpoint.INDEX, path.name == CARD)):
             if path.suffix == ".part" or not former:  # half-written when killed, or of the run before
                 disk.remove(path)
-        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), ensure_ascii=False, indent=1))
+        disk.write_atomic(folder / CARD, json.dumps(pack.card.to_dict(), indent=1))
         disk.write_atomic(folder / PLAN, json.dumps(state.applied.to_dict(), indent=1))
         history = History(folder / HISTORY)
         if former:

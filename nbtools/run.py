@@ -144,6 +144,9 @@ class Run:
         except RuntimeError as error:
             rule = f"{self.folder}: {train.title_of(self.task)} makes another network than the one that was trained"
             raise CheckpointError(f"{rule}; open the run with that task: nb.Run.open(folder, task)") from error
+        own = train.identity(self.task, self.card, model, self.plan)["network"]
+        if differing := [line for line in own if line not in self.index.get("identity", {}).get("network", own)]:
+            say(f"{self.folder}: this is not quite the network that was trained, which has no {differing[0]}")
         return model.to(device or train.device.pick()).eval()
 
     def readable(self, pack: Pack) -> Pack:
@@ -384,6 +387,8 @@ class Comparison:
         if len({(run.metric, run.card.digest) for run in runs}) > 1:
             return "No best run: they have different tasks, or were validated on different data."
         metric, sign = next(iter(runs)).metric
+        if metric == "loss" and len({str(run.index.get("identity", {}).get("loss")) for run in runs}) > 1:
+            return "No best run: they are compared by their losses, which are not the same function."
         values = {name: run.best[f"val_{metric}"] for name, run in self.runs.items() if run.best}
         if len(values) < 2:
             return "No best run: fewer than two have been evaluated."

@@ -1,4 +1,4 @@
-"""Runs of the toy task in which something happens at a step, and what two runs have in common."""
+"""Runs of the toy task in which something happens at a step, what two runs have in common, and refusals."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -59,6 +59,11 @@ def interrupted(act: Callable[[], Any]) -> nb.Run:
     with pytest.raises(KeyboardInterrupt) as caught:
         act()
     return caught.value.args[0]
+
+
+def refused(kind: type[BaseException], words: str | None, act: Callable[..., Any], /, *given: Any, **more: Any) -> None:
+    with pytest.raises(kind, match=words):
+        act(*given, **more)
 
 
 def losses(run: nb.Run) -> list[tuple[int, float]]:

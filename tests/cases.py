@@ -138,10 +138,8 @@ Pass = tuple[float, Tensor]
 """The mean loss and the gradient of one batch at fresh weights, without dropout."""
 
 
-def one_pass(
-    case: Case, pack: nb.Pack, device: torch.device, rounded: torch.dtype | None = None, **changes: Any
-) -> Pass:
-    """rounded: by whose rounding the weights are changed first, off any grid: TF32 would not notice fp16's."""
+def one_pass(case: Case, pack: nb.Pack, device: torch.device, rounded: Any = None, **changes: Any) -> Pass:
+    """rounded: by which dtype's rounding the weights are changed first, off any grid: TF32 would not notice fp16's."""
     with untouched(device):
         state = TrainState(case.task, pack, case.plan.replace(**changes), device)
         devices.prepare(state.plan, device)

@@ -41,12 +41,9 @@ def pack_of(
     raw = put(folder / "raw" / "made", b"from arrays").parent
     entries = [*map(Entry, named, splits, [None] * len(named), groups or [None] * len(named))]
     found = Survey(entries, **{"options": options or {}, **survey})
-
-    def read(path: Path, options: Mapping[str, Any]) -> Sample:
-        return named[path.relative_to(raw).as_posix()]
-
     more = {"val": val, "test": test, "seed": seed, "into": folder / "pack", "progress": progress}
-    return build_pack(raw, task, options or {}, lambda folder, options: found, read, **more)
+    more["read"] = lambda path, _: named[path.relative_to(raw).as_posix()]
+    return build_pack(raw, task, options or {}, lambda *_: found, **more)
 
 
 def raw_batch(pack: Pack, ids) -> dict[str, Any]:

@@ -31,7 +31,7 @@ import archives
 import numpy as np
 import pytest
 import toy
-from acting import QUIET
+from acting import QUIET, refused
 from archives import FORMS, PACKERS, archived, put, tree
 from packs import DEMOS, PACKED
 from tqdm import tqdm
@@ -259,14 +259,10 @@ def test_a_damaged_archive_is_refused_or_stays_in_its_folder(tmp_path, monkeypat
 
 @pytest.mark.parametrize("operation", ["", "pathlib.Path.write_bytes", "os.fsync", "os.replace"])
 def test_write_atomic_replaces_the_whole_content_or_keeps_the_old_and_leaves_no_part(tmp_path, monkeypatch, operation):
-    def failing(*_, **more):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     path = disk.write_atomic(tmp_path / "new" / "run.json", "a longer first text")
     if operation:
-        monkeypatch.setattr(operation, failing)
-        with pytest.raises(OSError, match="Input/output error"):
-            disk.write_atomic(path, "new")
+        monkeypatch.setattr(operation, lambda *_, **more: archives.away(errno.EIO))
+        refused(OSError, "Input/output error", disk.write_atomic, path, "new")
     else:
         disk.write_atomic(path, b"new")
     assert path.read_text() == ("a longer first text" if operation else "new")
@@ -279,8 +275,7 @@ def test_a_folder_is_published_at_once_and_never_over_a_filled_one(tmp_path):
     disk.publish_folder(part, tmp_path / "data")
     assert os.listdir(tmp_path) == ["data"]
     part.mkdir()
-    with pytest.raises(OSError, match="not empty"):
-        disk.publish_folder(part, tmp_path / "data")
+    refused(OSError, "not empty", disk.publish_folder, part, tmp_path / "data")
     assert (tmp_path / "data" / "sub" / "file").read_text() == "data"
 
 

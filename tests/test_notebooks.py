@@ -19,7 +19,6 @@ from notebooks import build, execute
 from tests import fresh
 
 ADDRESS = build.repository()
-NAMES = build.names()
 
 
 def cells(name: str, kind: str) -> list[str]:
@@ -30,7 +29,7 @@ def test_notebooks_and_readme_are_what_the_sources_say():
     assert build.stale() == [], "run: make notebooks"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", build.names())
 def test_a_notebook_keeps_the_house_rules(name):
     made = json.loads((build.ROOT / "notebooks" / f"{name}.ipynb").read_text())
     assert len({cell["id"] for cell in made["cells"]}) == len(made["cells"])
@@ -148,13 +147,10 @@ def test_demo_data_comes_where_nothing_is_kept_and_the_output_says_so(task, plac
     assert f"Nothing is kept at drive:nbtools-data/{task}.tar yet: using demo data instead." in capsys.readouterr().err
 
 
-def test_shares_among_the_options_are_for_the_pack_and_not_for_the_check_before_it(place, desk):
-    assert len(with_data("segment/1_data", OPTIONS={"val": 0.2, "test": 0.1})["pack"]) > 0
-
-
-def test_raw_data_of_ones_own_is_trained_on_and_the_receipt_can_measure_it(place, desk):
+def test_raw_data_of_ones_own_are_trained_on_and_measured_and_shares_are_not_for_the_check_before_packing(place, desk):
     with tarfile.open(place / "drive" / "mine.tar", "w") as archive:
         archive.add(captcha.demo(place / "mine", 40), "mine")
     pack = with_data("captcha/2_train", RAW="drive:mine.tar")["pack"]
     assert len(pack.raw or ()) == len(pack)
     assert not (place / "data").exists()
+    assert len(with_data("segment/1_data", OPTIONS={"val": 0.2, "test": 0.1})["pack"]) > 0

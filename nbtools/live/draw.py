@@ -1,8 +1,6 @@
 """Draws a Picture: as HTML for a page, SVG for the curves and text next to it, so that only the curves stretch with the
 window; and as a PNG for what stays, transparent, in greys that are readable on white and on black."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math
@@ -11,15 +9,12 @@ import warnings
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nbtools.live import samples
 from nbtools.live.plot import Chart, Line, Picture
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 2000, 10_000  # units of an SVG plot: whole numbers become text ten times as fast as formatted floats
 DPI = 144  # two pixels a px, and 72 px an inch: a point of matplotlib is a px here
@@ -137,7 +132,7 @@ def as_data(image: bytes, alt: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return data, {"image/png": {"width": width, "height": height, "alt": alt}}
 
 
-def draw_chart(axes: Axes, chart: Chart, shown: Picture) -> None:
+def draw_chart(axes: Any, chart: Chart, shown: Picture) -> None:
     for line in chart.lines:
         label = "_" if line.faint else f"{line.name} {line.value}".strip().replace("$", r"\$")
         look: dict[str, Any] = {"linewidth": 1.0, "alpha": 0.5} if line.faint else {"linewidth": 1.8}

@@ -1,8 +1,6 @@
 """The facts above the curves: the state of a run, how far it has come and when it ends, its best so far, readings of
 the machine; and the same as lines of text, for a terminal, a notebook and a log file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

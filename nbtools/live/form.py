@@ -4,8 +4,6 @@ and a form with name, input, slider and note of each setting.
 Core ipywidgets of 7.7.1 and 8. What is above the curves keeps its height: a click under which a button moves is lost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import Field
 from functools import partial
@@ -46,7 +44,7 @@ class Form:
     def __init__(self, panel: Any):
         self.panel, self.plan, self.told, self.filling = panel, panel.plan, "", False
         self.actions = {action: button(partial(panel.click, action)) for action in BUTTONS}
-        self.apply, self.keep = button(panel.accept, "check"), button(panel.drop, "times")
+        self.apply, self.keep = button(panel.accept, "check"), button(panel.propose, "times")
         self.pending, self.notice = make(HTML, look="line"), make(HTML, look="lines")
         self.fields = {name: field(getattr(self.plan, name), rule) for name, rule in panel.rules.items()}
         span: Any = {"base": 10, "min": -6, "max": 0, "step": 0.05, "continuous_update": False}

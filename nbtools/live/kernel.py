@@ -6,8 +6,6 @@ relies on private attributes of ipykernel, read in the sources of 6.17.1, 7.3.0 
 expected `Messages.trouble` explains it, and the cell continues without.
 """
 
-from __future__ import annotations
-
 import contextvars
 import inspect
 import sys

@@ -4,8 +4,6 @@ automatically; while a run is in progress, changes and clicks here become reques
 Callbacks set values and nothing else: they may run on another thread.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import threading
@@ -83,15 +81,16 @@ class Panel:
         with self.lock:
             self.requests = Requests(Plans(self.plan, self.plan), self.advised)
             self.running, self.fixed, self.form.told, self.form.every.selected_index = False, {}, "", None
-            self.drop()
+            self.propose()
 
     def refresh(self) -> None:
         """Show what was applied, or requested elsewhere; nothing is sent where nothing changed."""
         with self.lock:
-            self.drop() if self.form.plan != self.plan else self.form.show_run()
+            self.propose() if self.form.plan != self.plan else self.form.show_run()
 
-    def propose(self, sentence: str, change: Mapping[str, Any] | None = None) -> None:
-        """Show what limits the plan, and a button for the one change worth making."""
+    def propose(self, sentence: str = "", change: Mapping[str, Any] | None = None) -> None:
+        """Show what limits the plan, and a button for the one change worth making; by default only the values in
+        effect, instead of what breaks a rule or had to be confirmed."""
         with self.lock:
             self.bad, self.note, self.proposed = {}, sentence, dict(change or {})
             self.form.show()
@@ -99,15 +98,14 @@ class Panel:
     def click(self, action: str) -> None:
         """Request an action; Undo first takes back what is not applied yet."""
         if action == "undo" and self.bad:
-            self.drop()
+            self.propose()
         elif self.running and monotonic() - self.clicked.get(action, 0.0) > TWICE:
             self.requests.post("resume" if action == "pause" and self.requests.paused else action)
             self.form.show_run()
             self.clicked[action] = monotonic()
 
     def read(self, name: str, text: Any) -> None:
-        """Adopt what the user put into a field, else keep it there with the reason; an emptied field, as after Escape,
-        gets the plan's value back."""
+        """Adopt what the user put into a field, else keep it with the reason; emptied it gets the plan's value back."""
         kept = name in self.fixed or text in ("", self.form.holds(name))  # of which it shows three digits
         read = (lambda: self.plan.parse(name, text.strip())) if isinstance(text, str) else (lambda: text)
         self.make(lambda: self.plan if kept else self.plan.turn(**{name: read()}), name)
@@ -116,10 +114,6 @@ class Panel:
         """Make the change that had to be confirmed, or that is proposed."""
         turned = self.plan.replace if self.bad else self.plan.turn
         self.make(lambda change=self.proposed: turned(**change), sure=bool(self.bad))
-
-    def drop(self) -> None:
-        """Keep the values in effect instead of what breaks a rule or had to be confirmed."""
-        self.propose("")
 
     def put(self, plan: Plan) -> None:
         """Request a whole plan, or none of it if it breaks a rule; a started run keeps its fixed settings."""

@@ -1,7 +1,5 @@
 """What a run's charts show: from the rows of a History to lines, scales and marks, which draw.py draws."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -109,8 +107,7 @@ class Scale:
 
 @dataclass
 class Line:
-    """One curve: x and y (n,) float64. value: the last one, as text for the legend. faint: as logged, behind the
-    smoothed one of this name."""
+    """One curve: x, y (n,) float64. value: the last one, for the legend. faint: as logged, behind the smoothed one."""
 
     name: str
     x: np.ndarray

@@ -1,8 +1,6 @@
 """Requests to a run: panel, terminal, control.json and signals put their wish into one `Requests`, which the body of
 the loop reads between two steps."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

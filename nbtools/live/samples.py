@@ -1,7 +1,5 @@
 """Samples with the model's answers, chosen while it trains; as HTML for the live view, as text for the picture."""
 
-from __future__ import annotations
-
 import base64
 import io
 import time
@@ -101,8 +99,7 @@ def long(images: Sequence[np.ndarray]) -> bool:
 
 
 def html(previews: Sequence[Preview]) -> str:
-    """Return the samples as cards, equally wide, or equally high where they are lines of text; for a page with
-    live.css. All text is escaped."""
+    """Return the samples as escaped cards for a page with live.css, equally wide; those of lines are equally high."""
     lines, cards = long([preview.image for preview in previews]), []
     for preview in previews:
         height, width = preview.image.shape[:2]

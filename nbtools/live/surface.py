@@ -1,7 +1,5 @@
 """The live surface of a run in this process: what is shown of it, and the requests to it, read between steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import signal
 from collections.abc import Callable
@@ -74,8 +72,7 @@ class Surface(View):
             self.finish([] if error else self.samples(), status, write=True)
 
     def samples(self) -> list[Preview]:
-        """Return samples with the network's current answers; none where they are not displayed. If the task fails to
-        show them, a message says so."""
+        """Return displayed samples with the network's current answers; where the task fails to show them, say so."""
         try:
             return self.previews.now() if self.progress else []
         except Exception as error:
@@ -90,8 +87,7 @@ class Surface(View):
         return action != "best" or "best" in checkpoint.read_index(self.folder)
 
     def measured(self, record: Record) -> Record:
-        """Return the record with the GPU's newest reading, if it is a row and there is one; at the end of training it
-        is read once more."""
+        """Return a row's record with the GPU's newest reading, if there is one; the end of training reads once more."""
         if self.sampler is None or record.kind not in ("step", "epoch") or not record.values:
             return record
         if record.kind == "epoch" and self.state.over:
@@ -134,8 +130,7 @@ class Surface(View):
         return self.requests.paused or bool(self.requests.pending)
 
     def answer(self, message: str, asked: str = "") -> None:
-        """Show a message here and, through the history, wherever else the run is watched. asked: which of
-        `requests.ACTIONS` it answers."""
+        """Show a message here and, by the history, wherever else the run is watched. asked: the action it answers."""
         self.tell(message)
         state, values = self.state, {"what": message, **({"asked": asked} if asked else {})}
         self.history.append(Record("event", state.epoch, state.step, state.samples, values))
@@ -148,11 +143,6 @@ class Surface(View):
         """Report messages, and empty the list."""
         while messages:
             self.report(messages.pop(0))
-
-    def measure(self) -> None:
-        """Show that training waits for a measurement, which is about to begin."""
-        self.due = 0.0
-        self.draw(facts.MEASURING)
 
     def hold(self) -> None:
         """Wait a moment during a pause."""

@@ -4,8 +4,6 @@ Widgets do not outlive their kernel, and GitHub shows no SVG: so what stays is a
 shows, and the last frame again, which takes its place where scripts run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import textwrap
@@ -195,8 +193,7 @@ class Output:
 
     def stay(self, image: Any, metadata: Any) -> None:
         """Put a PNG in the place of the view, with the last frame, which replaces it where scripts run, and the log
-        under it. The view itself lives on with that frame, for a page that was closed before the end and is opened
-        again."""
+        under it. The view itself lives on with that frame, for a page closed before the end and opened again."""
         self.lives = False
         for name in self.stills:
             show({"text/plain": ""}, name, update=True)

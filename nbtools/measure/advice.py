@@ -2,8 +2,6 @@
 they are; what `nb.advise` measures on this machine takes their place.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

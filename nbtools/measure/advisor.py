@@ -6,8 +6,6 @@ the plan, the rules' own and the baseline train in turns. On a CPU the time is t
 busy machine makes no other plan than an idle one. A part of the search whose time is over ends at its next step.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

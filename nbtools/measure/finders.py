@@ -6,8 +6,6 @@ plan's whole schedule compressed into these steps: as many as the time allows, s
 there is no recipe, the metric decides first: the loss punishes a network that is sure of itself, though it is right.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress

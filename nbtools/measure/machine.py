@@ -5,8 +5,6 @@ NVML (through nvidia-ml-py) reads a GPU without starting CUDA on it: that costs 
 forked. What a device does not report (Colab's vGPUs and MIG slices omit much) is None.
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 import threading
@@ -15,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.benchmark import Timer
@@ -184,7 +182,7 @@ class Sampler:
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.work, name="nbtools-gpu", daemon=True)
 
-    def __enter__(self) -> Sampler:
+    def __enter__(self) -> Self:
         self.thread.start()
         return self
 

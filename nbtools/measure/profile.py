@@ -4,8 +4,6 @@ verdict: what the plan is bound by, and the one change most worth making.
 `host`: the share in which the device had nothing to do, as the host had not launched it yet; on a CPU in `device`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,7 +140,7 @@ def verdict_of(run: Stepper, seconds: float) -> Verdict:
 def worth_trying(run: Stepper, made: Verdict) -> Iterator[dict[str, Any]]:
     """Yield changes for what a step is bound by: another feed; graphs and a larger batch; another precision."""
     plan, reduced = run.plan, devices.reduced_precision(run.device)
-    if made.wait >= WAIT_SHARE:
+    if made.wait >= WAIT_SHARE and run.pack.is_stored:
         feed = choose(run.pack, plan.replace(feed="auto"), run.device)[0]
         yield {"feed": feed if feed != run.feed.name else "streamed"}
     if made.limit == "data" or plan.compile:

@@ -1,8 +1,6 @@
 """The receipt: the task's baseline and a plan, the rungs between them, and the guide's optimised settings, trained in
 turns on the same machine and data. A rung has one more group of settings as the plan has them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

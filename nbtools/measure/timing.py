@@ -4,8 +4,6 @@ A step takes the longer of what the host launches and what the device computes; 
 compared take turns, since a machine's speed changes meanwhile (nbtools.measure.turns).
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nbtools.data import Feed, Pack, Padding, Raw, batches_left, lengths_of, open_feed, tick
-from nbtools.train import Plan, Task, TaskLike, TrainState, as_task, bind, meter, require_sizes, train_step
+from nbtools.train import Plan, TaskLike, TrainState, as_task, bind, meter, require_sizes, train_step
 from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
@@ -108,9 +106,12 @@ class Stepper:
     ):
         pack = as_task(task).part(pack, plan)
         require_sizes(pack, plan)
-        self.task, self.pack, self.plan, self.device = bind(task, pack.card), pack, plan, device
-        self.clock, self.halves = clock, halves
-        self.state = TrainState(with_own_model(self.task), pack, plan if learning else plan.replace(**STILL), device)
+        self.task = own = shared = bind(task, pack.card)
+        self.pack, self.plan, self.device, self.clock, self.halves = pack, plan, device, clock, halves
+        if shared.card is None:  # else `build` sees to it: one that returns the same module each time is not trained
+            own = copy.copy(shared)
+            vars(own)["model"] = lambda card, plan: copy.deepcopy(shared.model(card, plan))
+        self.state = TrainState(own, pack, plan if learning else plan.replace(**STILL), device)
         devices.prepare(plan, device)
         self.feed = feed or open_feed(pack, plan, device)
         self.lanes = {"resident": 0, "streamed": 1}.get(self.feed.name, plan.workers)  # threads or processes
@@ -249,16 +250,6 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> tuple[list[np.ndarray], 
     mean = float(np.mean(lengths))
     like = sorted(zip(lengths, whole, strict=True), key=lambda each: abs(each[0] - mean))[:number]
     return [ids for _, ids in like], float(np.mean([length for length, _ in like])) / mean
-
-
-def with_own_model(task: Task) -> Task:
-    """Return the task with a separate model: one that returns the same module each time does not see it trained.
-    `build` sees to that where `nb.pack` made the pack."""
-    if task.card is not None:
-        return task
-    own = copy.copy(task)
-    vars(own)["model"] = lambda card, plan: copy.deepcopy(task.model(card, plan))
-    return own
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 """Plans side by side: trained in turns, so that the machine's other work affects each alike, and within a time limit
 that holds whatever that work is; and whether they learn the same."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -106,7 +104,7 @@ def beside(run: Stepper, plan: Plan, seconds: float, warming: int = WARMING) -> 
         return Trial(change, ratios, other.timing())
 
 
-def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any], clock: Deadline, each: float) -> str:
+def objection(task: TaskLike, pack: Pack, plan: Plan, change: Mapping[str, Any], clock: "Deadline", each: float) -> str:
     """Return how loss and gradient of some batches differ with other arithmetic, beyond chance; "" if they do not. At
     the same weights, with dropout off: chaos alone parts two trajectories of hctr by 3.5 % in 20 steps. each: seconds
     of a sample; batches are as large as the time that is left allows."""

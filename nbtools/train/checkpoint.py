@@ -134,8 +134,7 @@ def read(folder: Path, name: str) -> Checkpoint:
 
 
 def newest(folder: Path, last: str | None = None) -> Checkpoint:
-    """Read the newest intact checkpoint up to a last one, by default that of the index. Raises CheckpointError for
-    none."""
+    """Read the newest intact checkpoint up to a last one, by default the index's. Raises CheckpointError for none."""
     damage: list[str] = []
     for name in names(folder, last or read_index(folder).get("last")):
         try:

@@ -172,7 +172,8 @@ def within_memory(act: Callable[[], T]) -> tuple[T | None, str]:
 
 def run_or_explain(act: Callable[[], T], when: str = "before the first step") -> T:
     """Return the result of what cannot be done in smaller parts. Raises TrainError where memory runs out."""
-    gc.collect()
+    if torch.cuda.is_initialized():  # not a third of a second elsewhere, where little of a CPU's memory lies in cycles
+        gc.collect()
     result, reason = within_memory(act)
     if result is None:
         raise TrainError(f"out of memory {when} ({reason}); free memory, or shrink the network", entry="Out of memory")

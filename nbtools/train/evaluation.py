@@ -35,9 +35,13 @@ class Sums:
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, pair in pairs.items():
+            pair = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in pair]
             shape = pair[0].shape if isinstance(pair[0], Tensor) else ()
             if name not in self.totals:
                 self.totals[name] = torch.zeros((2, *shape), dtype=sum_dtype(self.device), device=self.device)
+            if self.totals[name].shape[1:] != shape:
+                came = f"{tuple(self.totals[name].shape[1:])} and {tuple(shape)}"
+                raise TrainError(f"metric {name} must be sums of one shape for all batches, got {came}; sum it up")
             for total, value in zip(self.totals[name], pair, strict=True):
                 total += value
 
@@ -56,20 +60,28 @@ class Sums:
 
 
 class Answered:
-    """A network that has given its outputs: for a loss in evaluation, whose forward pass also serves the metrics."""
+    """A network that has given its outputs of a batch: for a loss in evaluation, whose forward pass also serves the
+    metrics. Of anything else, such as the batch with noise, it computes them."""
 
-    def __init__(self, network: nn.Module, outputs: Any):
+    def __init__(self, network: nn.Module, outputs: Any, batch: Any):
         self.network: Any = network
-        self.outputs = outputs
+        self.outputs, self.batch, self.state = outputs, batch, state_of(batch)
 
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self.outputs
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if not named and len(given) == 1 and given[0] is self.batch and state_of(self.batch) == self.state:
+            return self.outputs
+        return self.network(*given, **named)
 
     def __getattr__(self, name: str) -> Any:  # such as parameters(), of which a loss may add a norm
         return getattr(self.network, name)
 
     def __getitem__(self, key: Any) -> Any:
         return self.network[key]
+
+
+def state_of(batch: Any) -> list[Any]:
+    """Return what changes when a batch is changed."""
+    return [(name, id(value), getattr(value, "_version", 0)) for name, value in dict(batch).items()]
 
 
 @torch.no_grad()
@@ -87,7 +99,7 @@ def scores(task: Task, model: nn.Module, raw: Batch, plan: Plan, metrics: Any = 
     """Return loss and metrics of a batch, from one forward pass. metrics: others than the task's."""
     (batch, outputs), first = forward(task, model, raw, plan), next(iter(raw.values()))
     with torch.no_grad(), autocast(plan, first.device):
-        loss = as_sum(task.loss(Answered(model, outputs), batch, plan), len(first))
+        loss = as_sum(task.loss(Answered(model, outputs, batch), batch, plan), len(first))
     return {"loss": loss, **score(task.metrics if metrics is None else metrics, outputs, batch, task.card)}
 
 
@@ -179,12 +191,14 @@ def rehearse(state: Any, pack: Pack) -> None:
         why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         fix = "; whole numbers are not converted: pack float32, or pixels as uint8 images" * ("take the pack" in what)
         fix = f"; the weights are {odd[0]}: pass net.float()" if odd else fix
+        if "does not require grad" in why:
+            why += ": evaluations record no gradients; compute those that the loss needs under torch.enable_grad()"
         raise TrainError(f"{title_of(task)}: {what}: {why}; make them match{fix * ('type' in why)}") from error
 
 
 def check_batch(task: Any, model: nn.Module, outputs: Any, batch: Any, plan: Any) -> None:
     """Raise an error where loss or metrics do not take these outputs, or the loss returns what cannot be added up."""
-    as_sum(task.loss(Answered(model, outputs), batch, plan), 1)
+    as_sum(task.loss(Answered(model, outputs, batch), batch, plan), 1)
     names = ["loss", *score(task.metrics, outputs, batch, task.card)]
     if task.BEST.lstrip("-") not in names or (task.card is not None and task.BEST in ("loss", "mae", "mse")):
         rule = f"BEST must be one of {', '.join(names)}, with a minus where lower is better"

@@ -7,10 +7,12 @@ import copy
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import Parameter
+from numbers import Real
 from operator import attrgetter
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -181,6 +183,8 @@ def bind(task: TaskLike, card: Card) -> Task:
         return task
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
+    if isinstance(loss := vars(own).get("criterion"), nn.Module):  # which may count its calls
+        own.criterion = copy.deepcopy(loss)
     if own.preview is None and defaults.images_of(card):
         own.preview = defaults.preview
     return own
@@ -199,9 +203,15 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's
         rule = f"{title_of(task)}: the network must be the module itself, got {type(model).__name__} around it"
         raise TrainError(f"{rule}; leave that out: Plan(compile=True) compiles it, nb.launch uses several GPUs")
-    if odd := [name for name, each in model.state_dict().items() if not isinstance(each, Tensor)]:
+    held = model.state_dict()
+    if odd := [name for name, each in held.items() if not isinstance(each, Tensor)]:
         fix = "let get_extra_state return a tensor, or nothing"
         raise TrainError(f"{title_of(task)}: {odd[0]} is no tensor, and checkpoints hold tensors only; {fix}")
+    try:
+        model.load_state_dict(held | {name: each.clone() for name, each in model.named_buffers() if name in held})
+    except RuntimeError as error:
+        rule = f"{title_of(task)}: the network does not take its own state_dict, so no checkpoint could be read"
+        raise TrainError(f"{rule}: {str(error).splitlines()[-1].strip()}; correct it") from None
     for layer in model.modules():
         if isinstance(layer, nn.RNNBase) and "forward" not in vars(layer):
             vars(layer)["forward"] = partial(in_float32, layer)
@@ -209,13 +219,18 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         defaults.require_augmentable(card, task.augment)
         hook = partial(pass_columns, *find_columns(model, card))
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    frozen = [name for name, layer in model.named_modules() if {p.requires_grad for p in layer.parameters()} == {False}]
+    resting = [name for name in frozen if not model.get_submodule(name).training]  # such as a teacher
+    vars(model)["resting"] = resting if model.training else []
     set_training(model)
     return model
 
 
 def set_training(model: nn.Module) -> None:
-    """Call `model.train()`, but leave norm layers whose parameters are all frozen in eval mode."""
+    """Call `model.train()`, but leave frozen parts that were in eval mode, and norm layers all frozen, in eval mode."""
     model.train()
+    for name in vars(model).get("resting", ()):
+        model.get_submodule(name).eval()
     for layer in model.modules():
         trained = [p.requires_grad for p in layer.parameters(recurse=False)]
         if isinstance(layer, _NormBase) and trained and not any(trained):
@@ -255,7 +270,7 @@ def as_sum(loss: Any, size: int) -> tuple[Tensor, Tensor | float]:
     if isinstance(loss, Tensor):
         return (loss.sum(), loss.numel()) if loss.dim() else (loss * size, size)
     pair = loss if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], Tensor) else ()
-    if pair and all(not isinstance(each, Tensor) or each.numel() == 1 for each in pair):
+    if pair and all(each.numel() == 1 if isinstance(each, Tensor) else isinstance(each, Real) for each in pair):
         total, count = pair
         return total.squeeze(), count.detach().squeeze() if isinstance(count, Tensor) else count
     rule = "loss must return a tensor, the mean or a term per sample, or (sum, count), the sum a tensor"
@@ -277,27 +292,29 @@ def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, 
             own = getattr(hook := getattr(task, part), "__func__", None) is not getattr(Task, part)
             parts[part] = [qualified_name(given.get(part) or hook) if own else "default"]
         if "given" not in vars(task):  # a Task that somebody wrote, whose loss may read its attributes
-            parts["settings"] = [*settings(task, values=False)]  # numbers and names: a list may collect something
+            kinds = [kind for kind in reversed(type(task).__mro__) if kind not in Task.__mro__]
+            held = {name: value for kind in kinds for name, value in vars(kind).items()} | vars(task)
+            parts["settings"] = [*settings(held, values=False)]  # numbers and names: a list may collect something
         if not plan.given().keys() & ADVISED:
             parts["recipe"] = [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]
     parts["trained"] = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if ":" not in name:  # else the name of a variable, which may change
         parts["task"] = [name]
-    return parts
+    return {part: [re.sub(" at 0x[0-9a-f]+", "", line) for line in lines] for part, lines in parts.items()}
 
 
 def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
     """Yield a line a module, with its type and its plain settings, and a line a tensor, with its shape or values."""
     for name, module in model.named_modules():
         kind = "BatchNorm" if isinstance(module, _BatchNorm) else type(module).__name__  # also ranks' Sync…
-        yield f"{name}: {kind}({', '.join(settings(module, values))})".removeprefix(": ")
+        yield f"{name}: {kind}({', '.join(settings(vars(module), values))})".removeprefix(": ")
     for name, tensor in model.state_dict().items():
         yield f"{name} {[*tensor.shape]} {digest(tensor) if values else ''}".strip()
 
 
-def settings(thing: Any, values: bool) -> Iterator[str]:
-    """Yield `name=value` of its plain attributes; values: also of lists, mappings and tensors."""
-    for name, value in vars(thing).items():
+def settings(held: Mapping[str, Any], values: bool) -> Iterator[str]:
+    """Yield `name=value` of plain attributes; values: also of lists, mappings and tensors."""
+    for name, value in held.items():
         if values and isinstance(value, Tensor):
             value = digest(value)
         if isinstance(value, FunctionType | BuiltinFunctionType):  # such as F.relu
@@ -312,13 +329,18 @@ def digest(tensor: Tensor) -> str:
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a class or function, with keywords of a partial and plain values of a closure or an object."""
+    """Return the name of a class or function, with keywords of a partial and plain values of an object, or those that a
+    function reads of its defaults, a closure or its module."""
     inner = getattr(function, "func", function)
+    inner = getattr(inner, "__func__", inner)  # of a method
     held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})
-    held = inspect.getclosurevars(inner).nonlocals if isinstance(inner, FunctionType) else held
+    if isinstance(inner, FunctionType):
+        read = inspect.getclosurevars(inner)
+        held = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
+        held |= {**read.globals, **read.nonlocals}
     plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | None)}
     given = {**plain, **getattr(function, "keywords", {})}
-    named = (name for name in given if name[0] != "_" and name not in ("training", "device"))
+    named = (name for name in given if name[0] != "_" and name.lower() not in ("training", "device"))
     settings = ", ".join(f"{n}={qualified_name(given[n]) if callable(given[n]) else repr(given[n])}" for n in named)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return f"{name}({settings})" if settings else name

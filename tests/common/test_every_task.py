@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from acting import QUIET
+from acting import QUIET, refused
 from packs import DEMOS, PACKED
 
 import nbtools as nb
@@ -188,8 +188,7 @@ def test_samples_are_shown_with_their_truth_and_what_was_answered_wrong(packs, n
     image, *texts = task.preview(pack, 1, "??")
     assert texts[:2] == [truth[1], "??"]
     assert image.shape[2:] == (4,) or image.mean() > 128, "dark on light"
-    with pytest.raises(PackError, match="for each id, got 1 for 2 ids"):
-        task.show(pack, [0, 1], ["a"])
+    refused(PackError, "for each id, got 1 for 2 ids", task.show, pack, [0, 1], ["a"])
     assert "No samples to show" in task.show(pack, []).axes[0].texts[0].get_text()
 
 
@@ -216,8 +215,7 @@ def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sent
     assert unseen.classes == run.card.classes
     assert found == nb.evaluate(run, unseen)
     assert metric in found
-    with pytest.raises(TrainError, match="training needs at least 2 samples, the train split has 0 of 9"):
-        nb.advise(task, unseen)
+    refused(TrainError, "training needs at least 2 samples, the train split has 0 of 9", nb.advise, task, unseen)
 
 
 ADVISED: dict[str, Any] = {  # options of a demo and its pack, the split held out, and what is at least 0.75 there

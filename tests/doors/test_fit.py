@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET, STEPS, acting, asking, interrupted, last_step, same, texts
+from acting import QUIET, STEPS, acting, asking, interrupted, last_step, refused, same, texts
 from safetensors.torch import load_file
 
 import nbtools as nb
@@ -28,11 +28,6 @@ from nbtools.train import checkpoint
 PLAN = toy.PLAN
 ONE = PLAN.replace(epochs=1)
 ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
-
-
-def refused(kind: type[Exception], words: str, act: Any, *given: Any, **more: Any) -> None:
-    with pytest.raises(kind, match=words):
-        act(*given, **more)
 
 
 def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(untouched):

@@ -14,7 +14,7 @@ from typing import Any
 import crew
 import pytest
 import toy
-from acting import QUIET, beside, last_step, same, texts
+from acting import QUIET, beside, last_step, refused, same, texts
 from crew import notes, will
 from kernels import until
 from ranks import together
@@ -65,8 +65,7 @@ def test_what_cannot_start_is_refused_in_a_sentence(pack, monkeypatch):
         (cell, 2, r"can import, got '__main__:Cell'; .*%%writefile"),
         (toy, 0, r"processes \(--processes\) must be at least 1, got 0; start one"),
     ):
-        with pytest.raises(TrainError, match=said):
-            nb.launch(task, pack, toy.PLAN, processes=count)
+        refused(TrainError, said, nb.launch, task, pack, toy.PLAN, processes=count)
     monkeypatch.setenv("NBTOOLS_DEVICE", "cuda:0")
     monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun by hand
     with pytest.raises(TrainError, match=r"each process needs a GPU of its own: .* NBTOOLS_DEVICE is 'cuda:0'"):

@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET
+from acting import QUIET, refused
 from cases import CASES
 from kernels import until
 from PIL import Image
@@ -128,8 +128,7 @@ def test_a_report_on_masks_of_ones_own_has_a_class_that_is_never_answered_and_le
 
 def test_a_task_of_ones_own_says_what_is_right_else_the_refusal_names_the_function_to_define(pack, tmp_path):
     run = a_run(toy, pack, toy.PLAN, tmp_path / "run")
-    with pytest.raises(TrainError, match=r"toy answers with str: .* define text_of\(pack, i\)"):
-        run.report(pack)
+    refused(TrainError, r"toy answers with str: .* define text_of\(pack, i\)", run.report, pack)
     known = toy.with_(text_of=lambda pack, i: pack.classes[int(pack.sample(i)["label"][0])])
     report = nb.Run.open(run.folder, known).report(pack)
     assert report.table.loc["weighted mean", "recall"] == pytest.approx(nb.evaluate(run, pack)["accuracy"])
@@ -211,8 +210,7 @@ def test_nothing_is_written_of_a_network_that_answers_differently(tmp_path):
     task = toy.with_(model=lambda card, plan: Restless(8, 4))
     run = a_run(task, toy.make_pack(tmp_path / "data", 60), toy.PLAN, tmp_path / "run")
     words = r"cannot export Restless as ONNX: on 8 samples its outputs differ from torch's by .*, above 0\.0001"
-    with pytest.raises(TrainError, match=words):
-        run.export(tmp_path / "model.onnx")
+    refused(TrainError, words, run.export, tmp_path / "model.onnx")
     assert not list(tmp_path.glob("model*"))
 
 
@@ -312,11 +310,9 @@ def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated
 
 
 def test_a_folder_is_a_table_of_runs_and_stands_for_all_of_them(runs, tmp_path, capsys):
-    with pytest.raises(TrainError, match="at least one run, got none; give it"):
-        nb.compare(tmp_path)
+    refused(TrainError, "at least one run, got none; give it", nb.compare, tmp_path)
     for act in (nb.compare, nb.runs, lambda folder: nb.watch(folder, wait=0.1)):
-        with pytest.raises(CheckpointError, match="no such folder"):
-            act(tmp_path / "nowhere")
+        refused(CheckpointError, "no such folder", act, tmp_path / "nowhere")
     every = reached(tmp_path / "runs", runs[0], *[(0.5, 1.0)] * 9)
     assert len(nb.compare(tmp_path / "runs").runs) == 9
     assert nb.compare(every[:2]).runs.keys() == nb.compare((*every[:2],)).runs.keys() == {*map(str, every[:2])}
@@ -344,8 +340,7 @@ def test_a_run_of_a_task_without_a_name_is_compared_and_asks_for_it_where_the_ne
     assert list(compared.frame["plan.seed"]) == [0, 1]
     opened = nb.Run.open(tmp_path / "runs" / "0")
     for need in (lambda: opened.predict([pack.raw[0]]), opened.model, lambda: nb.evaluate(opened, pack)):
-        with pytest.raises(CheckpointError, match=r"has no name to import it by; pass the same one as task="):
-            need()
+        refused(CheckpointError, r"has no name to import it by; pass the same one as task=", need)
     with pytest.raises(CheckpointError, match=r"makes another network .*; open .*: nb\.Run\.open\(folder, task\)"):
         nb.Run.open(opened.folder, nb.classify(lambda: own.Small(4))).model()
     again = nb.Run.open(opened.folder, nb.classify(own.Small))

@@ -191,12 +191,14 @@ def test_a_refused_or_interrupted_call_without_a_name_leaves_no_folder(pack):
         refused(pack, PLAN, None, says="another process")
 
 
-def test_a_live_change_stays_applied_though_the_restarted_kernels_cell_gives_the_old_value(pack):
+def test_a_live_change_stays_applied_though_the_cell_run_anew_has_the_old_value_and_a_fixed_setting_is_refused(pack):
     runs = [stopped(pack, LONG, "r", lr=0.02)]
     index = json.loads(Path("r/run.json").read_text())
     assert (index["given"]["lr"], index["applied"]["lr"]) == (PLAN.lr, 0.02)
     runs += [stopped(pack, LONG, "r")]
     assert [(run.plan.lr, len(texts(run, "change"))) for run in runs] == [(0.02, 1)] * 2
+    other = LONG.replace(optimizer="sgd", seed=1, lr=0.5)
+    refused(pack, other, "r", says=r"optimizer adamw → sgd, seed 0 → 1.*fresh=True")
 
 
 def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack, capsys):
@@ -208,12 +210,6 @@ def test_newly_measured_advice_changes_nothing_in_a_resumed_run_and_is_said(pack
     again = stopped(pack, advised(batch_size=32).plan.replace(epochs=20), "r")
     assert (again.plan.epochs, again.plan.batch_size) == (20, 16), "only what code gave is a change"
     assert "with epochs 30 → 20" in capsys.readouterr().err
-
-
-def test_a_fixed_setting_of_an_unfinished_run_is_refused_by_name_and_nothing_is_written(pack):
-    stopped(pack, LONG, "r")
-    other = LONG.replace(optimizer="sgd", seed=1, lr=0.5)
-    refused(pack, other, "r", says=r"optimizer adamw → sgd, seed 0 → 1.*fresh=True")
 
 
 def test_a_run_without_a_finished_step_starts_over_as_whatever_comes(pack):
@@ -251,6 +247,16 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     run = fit(nb.Pack.open(shutil.copytree(pack.folder, "equal data elsewhere")), more, "r")
     assert epochs(run) == 4
     assert "newly trained, without saved optimizer state: body.0.weight, body.0.bias" in " ".join(run.events)
+
+
+def test_a_network_of_other_code_is_said_and_losses_of_other_functions_are_not_compared(pack, capsys):
+    runs = [fit(pack, PLAN, name, task(metrics=[], loss=scaled(scale))) for name, scale in (("a", 1.0), ("b", 0.1))]
+    assert nb.compare(*runs).conclusion == (
+        "No best run: they are compared by their losses, which are not the same function."
+    )
+    nb.Run.open("a", task(nn.Tanh, metrics=[], loss=scaled(1.0))).model()
+    said = "a: this is not quite the network that was trained, which has no body.1: Tanh()"
+    assert said in capsys.readouterr().err
 
 
 def test_fresh_starts_over_and_leaves_other_files_alone(pack):

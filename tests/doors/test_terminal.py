@@ -174,13 +174,10 @@ def test_a_terminal_is_told_what_a_run_starts_with_and_every_epoch(pack, tmp_pat
     assert re.match(rf"epoch 3 of 3  {re.escape(losses)}  lr \S+  \S+ samples/s$", epochs[-1])
 
 
-def test_an_estimate_of_the_time_left_that_is_exceeded_grows():
+def test_a_bar_names_each_part_of_the_receipt_and_grows_beyond_its_estimate(pack, tmp_path, monkeypatch):
     with progress.work("measuring"):
         progress.phase("turns", seconds=-1.0)
         assert progress.ongoing[0][0].total > progress.ongoing[0][0].n
-
-
-def test_each_part_of_the_receipt_is_named_as_it_begins(pack, tmp_path, monkeypatch):
     names = []
     monkeypatch.setattr(progress.tqdm, "set_postfix_str", lambda bar, name, refresh: names.append(name))
     run = nb.fit(toy, pack, PLAN.replace(amp="bf16"), tmp_path / "run", progress=False, receipt=True)

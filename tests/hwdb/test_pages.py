@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from acting import refused
 
 from nbtools import figures
 from nbtools.errors import PackError
@@ -114,10 +115,8 @@ def test_a_file_cut_anywhere_is_refused_and_so_is_one_with_more_behind_it(bits):
         data, name = page(*parts, bits=bits), "1.dgrl"
     assert len(read(data, name)) == 2
     for size in range(len(data)):
-        with pytest.raises(PackError, match=r"^.*, got .* at byte [\d,]+;"):
-            read(data[:size], name)
-    with pytest.raises(PackError, match="the file must end after line 2"):
-        read(data + data, name)
+        refused(PackError, r"^.*, got .* at byte [\d,]+;", read, data[:size], name)
+    refused(PackError, "the file must end after line 2", read, data + data, name)
 
 
 def test_the_demo_is_real_pages_in_train_and_test_folders_that_share_no_writer(tmp_path, monkeypatch):

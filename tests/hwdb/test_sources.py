@@ -88,10 +88,9 @@ def test_a_line_keeps_its_proportions_and_becomes_ink_on_its_side(tmp_path, heig
 def test_bad_pages_and_lines_are_listed_and_the_others_stay(tmp_path):
     folder = tmp_path / "raw"
     whole = page(folder / "900-P1.dgrl", "一二", "三").read_bytes()
-    put(folder / "901-P1.dgrl", whole[: len(whole) - 100])
-    put(folder / "902-P1.dgrl", b"")
-    put(folder / "903-P1.dgrl", b"PK\x03\x04" + bytes(200))
-    put(folder / "904-P1.dgrl", whole.replace("一".encode("gb18030"), b"\xc4\x01"))
+    unknown = whole.replace("一".encode("gb18030"), b"\xc4\x01")
+    for n, content in enumerate((whole[:-100], b"", b"PK\x03\x04" + bytes(200), unknown), 901):
+        put(folder / f"{n}-P1.dgrl", content)
     page(folder / "905-P1.dgrl", "", "二")
     page(folder / "906-P1.dgrl", "二", height=1, width=101)
     made = packed(folder)

@@ -15,8 +15,8 @@ from nbtools.train import knob
 from nbtools.train import plan as plans
 
 EVIL = "<img src=x onerror=alert(1)>"
-FIELDS: dict[str, Any] = {"lr": (" 3e-4 ", 3e-4), "clip_norm": ("none", None), "compile": (True, True)}
-FIELDS |= {"scales": ("0.5,0.75,1", (0.5, 0.75, 1.0)), "layers": (4, 4)}
+FIELDS = [("lr", " 3e-4 ", 3e-4), ("clip_norm", "none", None), ("compile", True, True), ("layers", 4, 4)]
+FIELDS += [("scales", "0.5,0.75,1", (0.5, 0.75, 1.0))]
 ACTIONS = {"Evaluate now": "evaluate", "Save now": "save", "Stop": "stop", "What limits it?": "profile"}
 ACTIONS |= {"Back to best": "best", "Undo": "undo"}
 
@@ -77,10 +77,9 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
         Panel({"lr": 1})
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_field_sets_its_setting(name):
+@pytest.mark.parametrize(("name", "text", "value"), FIELDS)
+def test_a_field_sets_its_setting(name, text, value):
     made = panel(clip_norm=2.0)
-    text, value = FIELDS[name]
     made.fields[name].value = text
     assert getattr(made.plan, name) == value
     assert f"Changed: {name}" in words(made)

@@ -94,12 +94,6 @@ def test_the_share_of_waiting_is_of_the_last_steps_and_of_a_run_that_is_over_of_
     assert "waiting" not in texts(page(found, status="done"))
 
 
-def test_the_x_axis_is_steps_samples_or_minutes():
-    found = history()
-    for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
-        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
-
-
 def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(view, "in_notebook", lambda: True)
     made: Any = view.View(tmp_path, history(), toy.PLAN, pack.card, "accuracy", None, True)
@@ -108,8 +102,10 @@ def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(pack, tmp_path, 
     assert made.due - time.monotonic() > 20, "at such a length, and not after a second"
 
 
-def test_an_evaluation_between_epochs_is_never_the_best_one_and_of_an_error_rate_the_least_is():
+def test_the_x_axis_is_steps_samples_or_minutes_and_the_best_no_evaluation_amid_epochs_but_the_least_error_rate():
     found = history()
+    for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
+        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
     for step in (75, 225):
         found.append(Record("evaluation", 4, step, step * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
     assert "best whole accuracy 1.00" in texts(page(found))

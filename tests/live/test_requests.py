@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import toy
-from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, same, texts
+from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, refused, same, texts
 from archives import forked
 from kernels import LIMIT, parent, started, until
 
@@ -121,8 +121,7 @@ REFUSED = (
 
 
 def test_what_cannot_be_is_explained_and_changes_nothing(pack, folder, untouched):
-    write = (folder / CONTROL).write_text
-    actions = {2 * i + 1: partial(write, text) for i, (text, _) in enumerate(REFUSED)}
+    actions = {2 * i + 1: partial((folder / CONTROL).write_text, text) for i, (text, _) in enumerate(REFUSED)}
     run = nb.fit(acting(actions), pack, PLAN, folder, **QUIET)
     assert len(run.events) == len(REFUSED), "each once"
     for event, (_, answer) in zip(run.events, REFUSED, strict=True):
@@ -144,8 +143,7 @@ def test_requests_made_before_the_run_looks_are_all_taken_and_a_forced_one_force
     assert texts(run, "change") == ["lr 0.01 → 0.002, clip_norm 1 → 2"]
     assert [row["step"] for row in run.history.of("evaluation")] == [3]
     assert [text.partition(":")[0] for text in texts(run)][:2] == ["saved at step 3", "refused"]
-    with pytest.raises(TrainError, match="name a run's folder"):
-        send(folder / "gone", ["stop"])
+    refused(TrainError, "name a run's folder", send, folder / "gone", ["stop"])
     assert not (folder / "gone").exists()
 
 
@@ -157,16 +155,12 @@ def test_a_request_is_never_of_an_older_run(pack, folder, tmp_path):
     assert not (tmp_path / "kept" / CONTROL).exists()
 
 
-def train(pack: nb.Pack, folder: Path) -> None:
-    """In steps that wait, as for a GPU."""
-    task = toy.with_(batch=lambda *given: time.sleep(0.005) or toy.batch(*given))
-    nb.fit(task, pack, PLAN.replace(epochs=100000, eval_every=1000), folder, **QUIET)
-
-
 @pytest.fixture
 def elsewhere(pack, folder):
-    """The folder of a run that another process trains."""
-    process = forked(train, pack, folder)
+    """The folder of a run that another process trains, in steps that wait, as for a GPU."""
+    task = toy.with_(batch=lambda *given: time.sleep(0.005) or toy.batch(*given))
+    plan = PLAN.replace(epochs=100000, eval_every=1000)
+    process = forked(partial(nb.fit, **QUIET), task, pack, plan, folder)
     try:
         until((folder / "run.json").exists, "the start of the run")
         yield folder
@@ -177,29 +171,25 @@ def elsewhere(pack, folder):
 
 
 def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhere, capsys):
-    def ask(*words: str, answer: str = "", refused: bool = False):
-        assert terminal.main(["control", str(elsewhere), *words]) == refused
+    def ask(*words: str, answer: str = "", code: int = 0):
+        assert terminal.main(["control", str(elsewhere), *words]) == code
         until(lambda: answer in history_of(elsewhere), answer)
 
     def more(steps: int):
         since = history_of(elsewhere).count("step,")
         until(lambda: history_of(elsewhere).count("step,") > since + steps, "steps")
 
-    def interrupt():
-        more(1)
-        os.kill(os.getpid(), signal.SIGINT)
-
     def user():
         ask("lr=0.005", "save", answer="lr 0.01 → 0.005")
         more(WATCHED + 1)  # while a change is watched, a later one's rollback undoes it too
         ask("batch_size=100000", answer="refused: ")
-        ask("lr=1000", refused=True)
+        ask("lr=1000", code=1)
         ask("weight_decay=0.1", answer="weight_decay 0 → 0.1")
         ask("undo", answer="weight_decay 0 → 0.1 undone; back at step")
-        ask("stopp", refused=True)
+        ask("stopp", code=1)
         ask("stop")
 
-    with beside(elsewhere, interrupt):
+    with beside(elsewhere, lambda: (more(1), os.kill(os.getpid(), signal.SIGINT))):
         nb.watch(elsewhere)
     assert busy(elsewhere), "an interrupt ends the watching, not the run"
     assert "is still training" in capsys.readouterr().err
@@ -275,11 +265,8 @@ def test_a_kernel_shut_down_finishes_the_step_saves_and_ends(stack, tmp_path, un
 
 def test_sigterm_is_a_request_to_stop_and_comes_through_when_the_run_is_saved(pack, tmp_path, untouched, request):
     saved: list[bool] = []  # at each SIGTERM that comes through to whoever handles it in this process
-
-    def handle(number, frame):
-        saved.append(last_step(tmp_path / "run") > 0)
-
-    request.addfinalizer(partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, handle)))
+    before = signal.signal(signal.SIGTERM, lambda *_: saved.append(last_step(tmp_path / "run") > 0))
+    request.addfinalizer(partial(signal.signal, signal.SIGTERM, before))
     task = acting({5: partial(os.kill, os.getpid(), signal.SIGTERM)})
     run = nb.fit(task, pack, PLAN, tmp_path / "run", keep=tmp_path / "kept", **QUIET)
     assert run.events[-1] == "stopped by SIGTERM after step 5; run it again to continue"

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -77,9 +78,7 @@ def test_machines_get_the_guides_tiers_and_every_figure_of_a_rule_names_its_orig
         ({"epochs": 10, "clip_norm": 5.0}, 50_030, 512, 5.66e-4),
     ],
 )
-def test_a_small_data_set_caps_the_batch_and_lr_and_warmup_follow_from_it_and_from_what_the_task_suggests(
-    suggested, train, batch, lr
-):
+def test_few_samples_cap_the_batch_and_lr_and_warmup_follow_it_and_what_the_task_suggests(suggested, train, batch, lr):
     task = SimpleNamespace(**vars(CAPTCHA), suggest=lambda _, kind: {k: (v, kind) for k, v in suggested.items()})
     advice = decide(task, card(train), A100)
     assert (advice.plan.batch_size, advice.plan.lr) == (batch, pytest.approx(lr, rel=0.01))
@@ -99,11 +98,7 @@ def test_evaluations_take_at_most_a_tenth_of_the_time(val, epochs, every):
 
 
 SECONDS = 6.0  # on a job's own clock
-
-
-@pytest.fixture(scope="module")
-def pack(tmp_path_factory):
-    return toy.make_pack(tmp_path_factory.mktemp("toy"), count=600)
+PACK = partial(toy.make_pack, count=600)
 
 
 def measured(job: Job, pack, seconds: float | None = SECONDS) -> Any:
@@ -371,12 +366,7 @@ def test_advice_for_each_task_is_the_same_beside_a_busy_process_and_ends_in_time
 def test_precisions_are_compared_on_one_batch_where_lengths_differ(tmp_path, monkeypatch):
     """Else the narrowest comes once, and a look at it is all there is. A GPU holds the pack once for all of them."""
     step, batches, opened = Stepper.step, list[tuple[int, ...]](), list[Any]()
-
-    def stepped(self: Stepper, raw: Any) -> Any:
-        batches.append(tuple(raw["id"].tolist()))
-        return step(self, raw)
-
-    monkeypatch.setattr(Stepper, "step", stepped)
+    monkeypatch.setattr(Stepper, "step", lambda it, raw: batches.append((*raw["id"].tolist(),)) or step(it, raw))
     monkeypatch.setattr("nbtools.measure.timing.open_feed", lambda *of: opened.append(of) or open_feed(*of))
     monkeypatch.setattr("nbtools.measure.advisor.find_batch", None)  # what comes next
     monkeypatch.setattr("nbtools.measure.advisor.objection", None)

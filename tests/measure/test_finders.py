@@ -105,13 +105,9 @@ class Bowl(nn.Linear):
 
 
 def bowl(lr: float) -> Any:
-    def loss(model, batch, plan):
-        each = model(batch)
-        return each.sum(), len(each)
-
     plan = toy.PLAN.replace(optimizer="sgd", betas=(0.0, 0.9), clip_norm=None, lr=lr, schedule="constant", noise=0.0)
-    own = {"model": lambda *_: Bowl(8, 1, bias=False), "loss": loss, "metrics": lambda *_: {}, "BEST": "-loss"}
-    return toy.with_(PLAN=plan, **own)
+    own = {"model": lambda *_: Bowl(8, 1, bias=False), "metrics": lambda *_: {}, "BEST": "-loss"}
+    return toy.with_(PLAN=plan, loss=lambda net, batch, _: ((each := net(batch)).sum(), len(each)), **own)
 
 
 def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_next(tmp_path):
@@ -127,13 +123,10 @@ def test_a_value_that_diverges_is_left_out_and_a_winner_at_the_edge_adds_the_nex
 
 
 def test_of_values_that_are_alike_the_recipe_wins_or_the_first_and_of_losses_within_noise_the_smallest(tmp_path):
-
-    def loss(model, batch, plan):
-        return (model(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"])
-
+    flat = {"loss": lambda net, batch, _: ((net(batch) * 0).sum() + batch["x"].square().sum(), len(batch["x"]))}
     plain = {name: getattr(toy, name).replace(lr=nb.Plan().lr) for name in ("PLAN", "BASELINE")}
     for k, (own, factor) in enumerate((({}, 1), (plain, 1), ({**plain, "BEST": "-loss"}, 1 / 9))):
-        trial: Any = advised(toy.with_(loss=loss, **own), toy.make_pack(tmp_path / str(k))).lr_trial
+        trial: Any = advised(toy.with_(**flat, **own), toy.make_pack(tmp_path / str(k))).lr_trial
         assert trial.lr == pytest.approx(trial.rule * factor, rel=0.01)
 
 

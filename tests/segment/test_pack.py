@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from acting import refused
 from masks import NAMES, H, W, checked, corpus, ids, labelled, only, packed, pair, photo, sample, saved, sole
 from PIL import Image
 
@@ -40,8 +41,7 @@ def test_distances_are_those_to_the_nearest_pixel_next_to_another_class(monkeypa
     np.testing.assert_array_equal(segment.distance_map(label), np.minimum(np.rint(8 * expected), 255))
     assert (segment.distance_map(np.zeros((H, W), np.uint8)) == 255).all(), "no boundary"
     monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
-    with pytest.raises(MissingExtra, match="need scipy: pip install scipy, or the extra segment"):
-        segment.distance_map(label)
+    refused(MissingExtra, "need scipy: pip install scipy, or the extra segment", segment.distance_map, label)
 
 
 def test_images_of_many_sizes_or_a_tiny_one_are_scaled_to_fit_as_is_said_and_the_rest_is_ignored(tmp_path, capsys):
@@ -106,8 +106,7 @@ def test_what_leaves_a_sample_out_is_one_row_with_what_to_do_and_alone_the_error
     assert list(made.bad.iloc[0]) == list(row[:4])
     for good in source.glob("*/b.png"):
         good.unlink()
-    with pytest.raises(PackError, match=rf"a\.\w+: {rule}, got .*; "):
-        packed(source)
+    refused(PackError, rf"a\.\w+: {rule}, got .*; ", packed, source)
 
 
 def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no_file(tmp_path):

@@ -3,6 +3,7 @@ in all their forms, and masks that become indices into them."""
 
 import numpy as np
 import pytest
+from acting import refused
 from masks import NAMES, checked, corpus, ids, labelled, only, packed, pair, photo, sample, saved, sole, tree
 from PIL import Image
 
@@ -90,8 +91,7 @@ def test_images_without_labels_labels_without_images_and_two_of_one_name_are_row
 
 def test_a_folder_without_images_or_without_labels_is_refused(tmp_path):
     for said, files in {"no samples found": {"a.doc": "x"}, "an image must have a label": {"a.png": photo()}}.items():
-        with pytest.raises(PackError, match=said):
-            packed(tree(tmp_path / said, files))
+        refused(PackError, said, packed, tree(tmp_path / said, files))
 
 
 @pytest.mark.parametrize("label", [PALETTE, *(Image.fromarray(ids().astype(kind)) for kind in ("u1", "u2", "i4"))])
@@ -113,15 +113,13 @@ def test_unknown_ids_are_named_unless_they_are_ignored(tmp_path):
 
 def test_a_mask_of_0_and_255_says_how_to_be_read_and_so_does_a_table_of_no_class(tmp_path):
     source = pair(tmp_path / "raw", photo(), np.where(ids() > 0, 255, 0).astype(np.uint8))
-    with pytest.raises(PackError, match=r"got 1 besides those ignored.* a mask of 0 and 255 .*255: 'object'"):
-        packed(source)
+    refused(PackError, r"got 1 besides those ignored.* a mask of 0 and 255 .*255: 'object'", packed, source)
     row = only(checked(source, classes=["background", "object"]))
     assert (row.severity, row.file) == (WARNING, "class object")
     label = sole(source, classes={0: "background", 255: "object"})["label"]
     np.testing.assert_array_equal(label, (ids() > 0).astype(np.uint8))
     for classes in (saved(source / "classes.txt", ""), None):  # which is of the source too
-        with pytest.raises(PackError, match="got 0 besides those ignored; give classes="):
-            packed(source, classes=classes)
+        refused(PackError, "got 0 besides those ignored; give classes=", packed, source, classes=classes)
 
 
 @pytest.mark.parametrize("ignore", [1, "shirt", [np.int64(1)]])

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from acting import QUIET
+from acting import QUIET, refused
 from packs import raw_batch
 from torch import nn
 
@@ -50,8 +50,7 @@ def test_the_loss_is_the_sum_of_both_heads_by_alpha_and_beta_in_float32_against_
             expected += factor * -(0.9 * p[labels[b, place]] + 0.1 * p.mean())
     loss_sum, count = sign.loss(lambda _: outputs, {"label": labels}, plan)
     assert (count, float(loss_sum), loss_sum.dtype) == (7, pytest.approx(float(expected), rel=1e-5), torch.float32)
-    with pytest.raises(PlanError, match=r"Plan\.alpha and Plan\.beta must not both be 0"):
-        Plan(alpha=0, beta=0)
+    refused(PlanError, r"Plan\.alpha and Plan\.beta must not both be 0", Plan, alpha=0, beta=0)
 
 
 @pytest.mark.parametrize("classes", [3, 9])
@@ -233,8 +232,7 @@ def test_each_network_trains_on_what_it_can_read_and_says_what_it_cannot(process
     missing = sorted(set(made.ids("train")) - set(part.ids("train")))[0]
     with pytest.raises(PackError, match=rf"sample {missing} has nothing .*take ids from run\.readable\(pack\)"):
         run.predict_pack(made, [missing])
-    with pytest.raises(PackError, match=f"must have {key}"):
-        run.predict(processed / made.names[missing])
+    refused(PackError, f"must have {key}", run.predict, processed / made.names[missing])
 
 
 def test_the_advice_is_for_the_clips_that_are_read(processed):
@@ -257,5 +255,4 @@ def test_a_folder_alone_validates_packs_and_trains_its_network(processed, folder
     assert [row["samples"] for row in run.history.of("epoch")] == [15]
     new = run.pack(processed / VALIDATION, test=1.0, progress=False)
     assert nb.evaluate(run, new).keys() == {"loss", "gloss_accuracy", "cat_accuracy", "top5"}
-    with pytest.raises(PackError, match="a clip must have X"):
-        nb.evaluate(run, run.pack(processed / other, test=1.0, progress=False))
+    refused(PackError, "a clip must have X", run.pack, processed / other, test=1.0, progress=False)

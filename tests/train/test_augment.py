@@ -45,7 +45,6 @@ def test_the_numbers_are_those_that_runs_were_made_with():
 
 
 CARD = Card("dataset", list("abcde"), {"kind": "classes", "inputs": ["image", "other"]}, {}, {})
-VALUES = Card("dataset", [], {"kind": "values", "inputs": ["image"]}, {}, {})
 
 
 def batch_of(count: int = 6, channels: int = 3, size: tuple[int, int] = (12, 16)) -> dict[str, torch.Tensor]:
@@ -97,7 +96,7 @@ def test_points_and_boxes_stay_on_the_pixels_that_they_mark_when_the_image_is_mi
     box = torch.stack([columns, rows, columns + 1, rows + 1], 1).float()
     batch |= {"boxes": torch.stack([box, torch.zeros_like(box)], 1), "boxes_length": torch.ones(40)}  # padded to 2
     columns_of = {"y": Column("fixed", "<f4", (1, 2)), "boxes": Column("ragged", "<f4", (4,))}
-    options = {"points": {"y": ["image", "points"], "boxes": ["image", "boxes"]}, **VALUES.options}
+    options = {"points": {"y": ["image", "points"], "boxes": ["image", "boxes"]}, "kind": "values", "inputs": ["image"]}
     made = augmented(batch, ["flip"], card=Card("dataset", [], options, columns_of, {}))
     assert 5 < (made["y"] != batch["y"]).flatten(1).any(1).sum() < 35
     for image, point, (first, padding) in zip(made["image"][:, 0], made["y"], made["boxes"], strict=True):

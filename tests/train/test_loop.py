@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import toy
-from acting import QUIET, acting
+from acting import QUIET, acting, refused
 from torch import nn
 from torch.nn.utils import parameters_to_vector as vector
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,8 +119,7 @@ def test_what_cannot_be_trained_is_refused_by_name(pack, said):
 
 def test_a_split_of_one_sample_trains_nothing_nor_does_another_pack_than_the_states(tmp_path, pack):
     single = toy.make_pack(tmp_path, count=1)
-    with pytest.raises(TrainError, match="is not the pack of this state; make another"):
-        losses(TrainState(toy, pack, toy.PLAN), single)
+    refused(TrainError, "is not the pack of this state; make another", losses, TrainState(toy, pack, toy.PLAN), single)
     with pytest.raises(TrainError, match=r"training needs at least 2 samples, the train split has [01] of 1; pack"):
         losses(TrainState(toy, single, toy.PLAN.replace(batch_size=1)), single)
 
@@ -177,16 +176,10 @@ def test_evaluation_is_exact_whatever_the_batch_size(pack):
 
 def test_every_n_epochs_and_at_the_last_comes_an_evaluation_not_augmented_after_which_train_mode_returns(pack):
     modes, augmented = [], []
-
-    def batch(raw, plan, draws):
-        augmented.append(draws is not None)
-        return toy.batch(raw, plan, draws)
-
-    def loss(model, batch, plan):
-        modes.append(trains(model) and model.training)
-        return toy.loss(model, batch, plan)
-
-    task = toy.with_(batch=batch, loss=loss)
+    task = toy.with_(
+        batch=lambda *given: augmented.append(given[2] is not None) or toy.batch(*given),
+        loss=lambda *given: modes.append(trains(given[0]) and given[0].training) or toy.loss(*given),
+    )
     records = rows(TrainState(task, pack, toy.PLAN.replace(epochs=5, eval_every=2)), pack, "epoch")
     assert [row.epoch for row in records if "val_loss" in row.values] == [1, 3, 4]
     assert augmented == modes
@@ -256,8 +249,7 @@ def test_a_setting_that_cannot_change_is_refused_by_name_and_changes_nothing(pac
     steps = train(toy, state, pack)
     next(steps)
     state.plan = state.plan.replace(**knobs)
-    with pytest.raises(TrainError, match=f"Plan.{next(iter(knobs))} cannot change in a started run"):
-        next(steps)
+    refused(TrainError, f"Plan.{next(iter(knobs))} cannot change in a started run", next, steps)
     assert state.plan == toy.PLAN
 
 
@@ -335,8 +327,7 @@ def test_a_later_batch_that_does_not_fit_is_halved_until_it_does_and_the_weights
 
 
 def test_where_memory_never_suffices_for_two_samples_or_the_network_it_is_said_with_what_to_do(few, tmp_path):
-    with pytest.raises(TrainError, match="out of memory with two samples at a time, and BatchNorm needs two"):
-        ended(few, 10**6)
+    refused(TrainError, "out of memory with two samples at a time, and BatchNorm needs two", ended, few, 10**6)
     model = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     with pytest.raises(TrainError, match="out of memory before the first step"):
         nb.fit(toy.with_(model=model, PLAN=toy.PLAN), few, toy.PLAN, tmp_path / "run", **QUIET)

@@ -12,14 +12,14 @@ import pandas as pd
 import pytest
 import torch
 import toy
-from acting import QUIET
+from acting import QUIET, refused
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 import nbtools as nb
 from nbtools.data import Card
-from nbtools.errors import PackError, TrainError
+from nbtools.errors import CheckpointError, PackError, TrainError
 from nbtools.train import Sums
 from nbtools.train.defaults import score
 
@@ -174,14 +174,9 @@ def test_a_weighted_loss_is_the_mean_over_the_weights_whatever_the_batch(packs):
 
 
 def test_a_given_loss_is_computed_in_float32_without_autocast(packs):
-    seen = set()
-
-    def loss(outputs, y):
-        seen.add((outputs.dtype, torch.is_autocast_enabled("cpu")))
-        return F.cross_entropy(outputs, y)
-
-    plan = own.PLAN.replace(amp="bf16", epochs=1)
-    next(nb.train(task := classify(own.Small, loss=loss), nb.TrainState(task, packs["images"], plan), packs["images"]))
+    seen, enabled, plan = set(), torch.is_autocast_enabled, own.PLAN.replace(amp="bf16", epochs=1)
+    task = classify(own.Small, loss=lambda *of: seen.add((of[0].dtype, enabled("cpu"))) or F.cross_entropy(*of))
+    next(nb.train(task, nb.TrainState(task, packs["images"], plan), packs["images"]))
     assert seen == {(torch.float32, False)}
 
 
@@ -350,8 +345,7 @@ def test_what_cannot_train_is_answered_in_a_sentence(tmp_path, packs, said):
         nb.fit(task, packs[data], plan, tmp_path / "run", **QUIET)
 
     for plan in (own.PLAN, None):
-        with pytest.raises(TrainError, match=said):
-            fit(plan)
+        refused(TrainError, said, fit, plan)
         assert not (tmp_path / "run").exists(), "said before anything is trained"
 
 
@@ -362,9 +356,7 @@ class Attends(own.Small):
 
 
 @pytest.mark.parametrize("net", [Attends(3), nn.Sequential(own.Small(3), nn.utils.weight_norm(nn.Linear(3, 3)))])
-def test_a_network_that_was_called_before_trains_and_a_run_leaves_it_and_the_callers_random_numbers_alone(
-    tmp_path, packs, net
-):
+def test_a_network_called_before_trains_and_the_callers_random_numbers_are_left_alone(tmp_path, packs, net):
     net(torch.zeros(2, 3, 12, 12))
     torch.manual_seed(5)
     drawn = torch.rand(3)
@@ -405,8 +397,7 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
         ([{"age": 3}], "an item must have x, got age; add what is missing"),
         (pd.DataFrame({"x": [1]}), r"x must be uint8 \(12, 12, 3\), .*, got int64 \(1,\)"),
     ):
-        with pytest.raises(PackError, match=said):
-            run.predict(wrong)
+        refused(PackError, said, run.predict, wrong)
 
 
 def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_path):
@@ -424,5 +415,104 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
         run.predict([tmp_path / "new.csv"])
     again = run.pack(frame.assign(e=1)[["e", "d", "price", "c", "b", "a"]], test=1.0, progress=False)
     assert again.arrays["x"][:5].tolist() == frame[[*"abcd"]].to_numpy(np.float32)[:5].tolist()
-    with pytest.raises(PackError, match="the table has no column 'b'; its columns are a"):
-        run.predict(chosen[["a"]])
+    refused(PackError, "the table has no column 'b'; its columns are a", run.predict, chosen[["a"]])
+
+
+class Denoiser(nb.Task):
+    """Predicts the noise that its loss adds, so the loss calls the network on something else than the batch."""
+
+    def model(self, card, plan):
+        return nn.Linear(4, 4)
+
+    def loss(self, model, batch, plan):
+        noise = torch.ones_like(batch["x"])
+        return F.mse_loss(model({**batch, "x": batch["x"] + noise}), noise)
+
+
+def test_a_loss_may_call_the_network_on_other_samples_than_those_of_the_batch(packs, tmp_path):
+    run = fitted(Denoiser(), pack := packs["points"], tmp_path, epochs=2)
+    with torch.no_grad():
+        x = (split_of(pack)["x"] - torch.tensor(pack.options["mean"]["x"])) / torch.tensor(pack.options["std"]["x"])
+        true = F.mse_loss(run.model("cpu")(x.float() + 1), torch.ones_like(x))
+    assert run.best["val_loss"] == pytest.approx(float(true), rel=1e-4)
+
+
+def test_metrics_may_be_arrays_of_numpy_of_one_shape_for_all_batches(packs, tmp_path):
+    def right(outputs, batch):
+        hits = (outputs.argmax(1) == batch["y"]).numpy()
+        y = batch["y"].numpy()
+        return np.bincount(y[hits], minlength=2), np.bincount(y, minlength=2)
+
+    task = classify(nn.Linear(4, 2), metrics=["balanced_accuracy", right])
+    best = fitted(task, packs["points"], tmp_path, epochs=2).best
+    assert best["val_right"] == pytest.approx(best["val_balanced_accuracy"])
+    unsummed = classify(
+        nn.Linear(4, 2), metrics=[lambda outputs, batch: (outputs.argmax(1) == batch["y"], len(outputs))]
+    )
+    with pytest.raises(
+        TrainError, match=r"metric <lambda> must be sums of one shape for all batches, got .*; sum it up"
+    ):
+        fitted(unsummed, packs["points"], tmp_path / "b", epochs=1, batch_size=10)
+
+
+def test_frozen_parts_in_eval_mode_stay_so_while_the_rest_trains(packs, tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher = nn.Sequential(nn.Linear(4, 8), nn.Dropout()).requires_grad_(False).eval()
+            self.head = nn.Sequential(nn.Dropout(), nn.Linear(8, 2))
+
+        def forward(self, x):
+            modes.add((self.teacher[1].training, self.head[0].training))
+            return self.head(self.teacher(x))
+
+    modes = set()
+    fitted(classify(Net()), packs["points"], tmp_path, epochs=2)
+    assert modes == {(False, False), (False, True)}
+
+
+def test_weights_that_could_not_be_loaded_again_are_not_trained(packs, tmp_path):
+    class Net(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.register_buffer("shift", torch.ones(1).expand(2))
+
+    with pytest.raises(TrainError, match=r"does not take its own state_dict, so no checkpoint could be read: .*single"):
+        fitted(classify(Net()), packs["points"], tmp_path)
+
+
+GAMMA = 1.0
+
+
+def test_what_a_loss_reads_is_part_of_the_run_and_where_it_lies_in_memory_is_not(packs, tmp_path, monkeypatch):
+    class Weighed(nb.Task):
+        gamma = 1.0
+
+        def model(self, card, plan):
+            return nn.Linear(4, 2)
+
+        def loss(self, model, batch, plan):
+            return self.gamma * F.cross_entropy(model(batch), batch["y"])
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [lambda outputs, y: F.cross_entropy(outputs, y)]
+
+        def forward(self, outputs, y):
+            return self.parts[0](outputs, y)
+
+    def loss(outputs, y, share=1.0):
+        return GAMMA * share * F.cross_entropy(outputs, y)
+
+    def again(make, name):
+        return fitted(make(), packs["points"], tmp_path / name, epochs=1)
+
+    for name, make in {"sum": lambda: classify(nn.Linear(4, 2), loss=Sum()), "class": Weighed}.items():
+        assert again(make, name).history.rows == again(make, name).history.rows
+    again(lambda: classify(nn.Linear(4, 2), loss=loss), "global")
+    monkeypatch.setitem(globals(), "GAMMA", 2.0)
+    Weighed.gamma = 2.0
+    for name, make in {"global": lambda: classify(nn.Linear(4, 2), loss=loss), "class": Weighed}.items():
+        with pytest.raises(CheckpointError, match=r"another run \(.*=1.0.* → .*=2.0"):
+            again(make, name)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting import refused
 
 from nbtools.errors import PlanError
 from nbtools.train import Plan, knob
@@ -53,8 +54,7 @@ NEAR |= {"wd": r"did you mean weight_decay\?", "fp16": r"did you mean amp\?", "m
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_unknown_setting_lists_near_ones(entry):
     for name, said in NEAR.items():
-        with pytest.raises(PlanError, match=f"TaskPlan has no setting '{name}'; {said}"):
-            entry(name)
+        refused(PlanError, f"TaskPlan has no setting '{name}'; {said}", entry, name)
 
 
 @pytest.mark.parametrize("value", [3, 0.1 + 0.2, 1e-30, 5e-324, 1e22])
@@ -87,8 +87,7 @@ TYPED: dict[tuple[str, str], Any] = {  # → the value, or the rule that refuses
 def test_typed_text_becomes_the_value_of_its_field_or_is_refused(name, text):
     expected = TYPED[name, text]
     if isinstance(expected, PlanError):
-        with pytest.raises(PlanError, match=f"TaskPlan.{name} must be {expected}, got '{text}'"):
-            TaskPlan.parse(name, text)
+        refused(PlanError, f"TaskPlan.{name} must be {expected}, got '{text}'", TaskPlan.parse, name, text)
     else:
         assert repr(TaskPlan.parse(name, text)) == repr(expected)
 
@@ -118,8 +117,7 @@ def test_what_must_not_be_larger_is_taken_along_unless_it_is_given(turned, expec
     made = Plan(batch_size=64, micro_batch_size=32, lr=1e-3, min_lr=9e-4, lr_rule="linear")
     larger = made.turn(**turned)
     assert (larger.micro_batch_size, larger.lr, larger.min_lr) == expected
-    with pytest.raises(PlanError, match=r"Plan\.min_lr must be"):
-        made.turn(lr=1e-5, min_lr=1e-4)
+    refused(PlanError, r"Plan\.min_lr must be", made.turn, lr=1e-5, min_lr=1e-4)
 
 
 STEPS, BASE = 50, Plan(epochs=10, lr=1e-2)  # steps of an epoch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from acting import QUIET, acting, same, texts
+from acting import QUIET, acting, refused, same, texts
 from ranks import in_turn, together
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -57,12 +57,8 @@ PARTS = {  # → network, the plan, and what of it one process needs for the sam
 
 def precise(network: str) -> Any:
     """The toy in float64, with one of the networks."""
-
-    def batch(raw, plan, draws):
-        found = toy.batch(raw, plan, draws)
-        return {**found, "x": found["x"].double()}
-
-    return toy.with_(batch=batch, model=lambda card, plan: NETWORKS[network]().double())
+    model = {"model": lambda card, plan: NETWORKS[network]().double()}
+    return toy.with_(batch=lambda *of: {**(found := toy.batch(*of)), "x": found["x"].double()}, **model)
 
 
 def fitted(pack: Path, run: Path, network: str, plan: toy.Plan) -> None:
@@ -208,5 +204,4 @@ def test_layers_that_communicate_run_as_often_on_every_rank(pack, tmp_path):
 
 def test_what_needs_a_gpu_or_one_process_is_refused():
     for setting, said in (("sync_batchnorm", "needs CUDA, but this device is cpu"), ("graph", "2 train together")):
-        with pytest.raises(TrainError, match=said):
-            device.require(PLAN.replace(**{setting: True}), torch.device("cpu"), 2)
+        refused(TrainError, said, device.require, PLAN.replace(**{setting: True}), torch.device("cpu"), 2)

@@ -117,11 +117,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_the_speed_of_rows_is_the_devices_whatever_a_watcher_takes(pack, large, simulated, name, every):
+@pytest.mark.parametrize(("times", "body"), CASES.values(), ids=CASES)
+def test_the_speed_of_rows_is_the_devices_whatever_a_watcher_takes(pack, large, simulated, times, body, every):
     """Reported: batch / max(kernels, launch), independent of the watcher; and the wall is steps + evaluation +
     watchers, of which those count that the device idles for."""
-    times, body = CASES[name]
     where, task = simulated(**times, scoring=0.002)
     data = pack if every == 1 else large
     count, plan = data.splits["train"], toy.PLAN.replace(epochs=4, batch_size=BATCH)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from acting import QUIET
+from acting import QUIET, refused
 from torch import nn
 
 import nbtools as nb
@@ -51,11 +51,10 @@ def test_a_class_an_instance_and_a_module_train_answer_and_are_found_again(tmp_p
     for ends in (sys.exit, int, lambda _: nn.ReLU):  # which raise, or are no task any more
         monkeypatch.setattr(sys.modules["nbtools.train.task"], "importlib", SimpleNamespace(import_module=ends))
         assert list(nb.runs(tmp_path)["epochs"]) == [1]
-        with pytest.raises(CheckpointError, match=f"its task '{name}' cannot be imported"):
-            nb.Run.open(tmp_path / "run").model()
+        refused(CheckpointError, f"its task '{name}' cannot be imported", nb.Run.open(tmp_path / "run").model)
 
 
-def test_what_two_functions_leave_out_has_its_default(pack):
+def test_what_two_functions_leave_out_has_its_default_and_each_of_them_is_asked_for_by_its_name(pack):
     task, x = nb.TrainState(least, pack, nb.Plan(batch_size=8)).task, torch.ones(2, 8)
     assert task.BASELINE.changes_from(nb.Plan()) == {"feed": "auto → workers"}
     assert (task.BEST, task.part(pack, nb.Plan())) == ("-loss", pack)
@@ -63,13 +62,10 @@ def test_what_two_functions_leave_out_has_its_default(pack):
     assert task.metrics(x, {}) == {} == task.suggest(pack.card, "cpu")
     assert task.suggest(dataclasses.replace(pack.card, options={"stored": False}), "cpu")["feed"][0] == "workers"
     assert torch.equal(task.decode(x, pack.card)[1], x[1])
-
-
-@pytest.mark.parametrize("lacking", ["model", "loss"])
-def test_what_has_no_default_is_asked_for_by_its_name(pack, lacking):
-    task: Any = SimpleNamespace(**{name: getattr(least, name) for name in ("model", "loss") if name != lacking})
-    with pytest.raises(TrainError, match=f"has no {lacking}"):
-        next(iter(nb.train(task, nb.TrainState(task, pack, nb.Plan(batch_size=8)), pack)))
+    for lacking, name in (("model", "loss"), ("loss", "model")):
+        part: Any = SimpleNamespace(**{name: getattr(least, name)})
+        with pytest.raises(TrainError, match=f"has no {lacking}"):
+            next(iter(nb.train(part, nb.TrainState(part, pack, nb.Plan(batch_size=8)), pack)))
 
 
 @dataclass(frozen=True)
@@ -79,12 +75,8 @@ class Plan(toy.Plan):
 
 def test_a_run_goes_on_and_is_evaluated_with_other_live_settings_and_refuses_the_rest(tmp_path, pack):
     passes, plan = set(), Plan(**{**toy.PLAN.to_dict(), "epochs": 2, "passes": 2})
-
-    def infer(model, batch, plan):
-        passes.add(plan.passes)
-        return model(batch)
-
-    task = toy.with_(infer=infer, Plan=Plan, PLAN=plan, BASELINE=plan)
+    own: dict[str, Any] = {"Plan": Plan, "PLAN": plan, "BASELINE": plan}
+    task = toy.with_(infer=lambda model, batch, plan: passes.add(plan.passes) or model(batch), **own)
     nb.fit(task, pack, plan, run=tmp_path / "run", **QUIET)
     more = plan.replace(epochs=3)
     run = nb.fit(task, pack, more, run=tmp_path / "run", **QUIET)
@@ -93,5 +85,4 @@ def test_a_run_goes_on_and_is_evaluated_with_other_live_settings_and_refuses_the
     assert passes == {7}
     assert nb.Run.open(tmp_path / "run", task).plan == more
     for name, said in {"pases": "pases.*passes", "hidden": "Plan.hidden"}.items():
-        with pytest.raises(NbtoolsError, match=said):
-            nb.evaluate(run, pack, "val", **{name: 8})
+        refused(NbtoolsError, said, nb.evaluate, run, pack, "val", **{name: 8})

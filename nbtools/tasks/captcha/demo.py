@@ -33,7 +33,13 @@ def demo(
     require(alphabet != "", "alphabet must be the characters to draw", alphabet)
     require(1 <= fewest <= most, "length must be 1 or more characters, or (fewest, most)", length)
     canvas(size)
-    return write_demo(folder, [file_of(n, alphabet, (fewest, most), size, seed) for n in range(count)], (".png",))
+    files: list[File] = []
+    for number in range(count):  # each by its number alone, so that 100 are the first of 6,000, whoever draws them
+        rng = Seeded(f"{seed}-{number}")
+        text = "".join(rng.choice(alphabet) for _ in range(rng.randint(fewest, most)))
+        room = size if fewest == most else (size[0], round(size[1] * len(text) / 4))
+        files.append((f"{text}_{number}.png", functools.partial(draw, text, room, rng)))
+    return write_demo(folder, files, (".png",))
 
 
 class Seeded(random.Random):
@@ -43,14 +49,6 @@ class Seeded(random.Random):
 
     def randbelow(self, bound: int) -> int:
         return int(self.random() * bound)  # a third of the time of randrange; there are 200 an image
-
-
-def file_of(number: int, alphabet: str, length: tuple[int, int], size: tuple[int, int], seed: int) -> File:
-    """Return a captcha as a pure function of its number, so that 100 are the first of 6,000, whoever draws them."""
-    rng = Seeded(f"{seed}-{number}")
-    text = "".join(rng.choice(alphabet) for _ in range(rng.randint(*length)))
-    room = size if length[0] == length[1] else (size[0], round(size[1] * len(text) / 4))
-    return f"{text}_{number}.png", functools.partial(draw, text, room, rng)
 
 
 def draw(text: str, size: tuple[int, int], rng: Seeded) -> bytes:

@@ -100,8 +100,7 @@ def cudnn_agrees(device: torch.device) -> bool:
 
 
 def cudnn_losses(logits: Tensor, labels: Tensor, steps: Tensor, lengths: Tensor) -> Tensor:
-    """Return the loss of each sample (B,) in fp32; without a gradient it is infinite where the text does not fit, and 0
-    for an empty one."""
+    """Return each sample's loss (B,) in fp32; without gradients inf where the text does not fit, 0 for an empty one."""
     fits = feasible(steps, labels, lengths)
     used = fits & (lengths > 0)
     counts = torch.where(used, lengths, 1)

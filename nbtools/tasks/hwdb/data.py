@@ -111,7 +111,10 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> 
     unknown, drawn = places[UNKNOWN], {line.split for line in lines} <= {None, "train"}
     labels = (np.array([places.get(c, unknown) for c in line.label], np.int64) for line in lines)
     splits = [None if drawn else line.split or "train" for line in lines]
-    groups = groups_of([line.name for line in lines], splits)
+    pages, writers = [line.name.partition("#")[0] for line in lines], [WRITER.match(line.name) for line in lines]
+    hands = [f"writer {match[1]}" if match else page for match, page in zip(writers, pages, strict=True)]
+    divided = {hand for hand, split in zip(hands, splits, strict=True) if split in (None, "train")}
+    groups = pages if len(divided) < FEW else hands  # no hand is in two splits, where it is told
     return Survey(
         [*map(Entry, (line.name for line in lines), splits, labels, groups)],
         classes,
@@ -176,14 +179,6 @@ def charset_of(classes: str | Path | Iterable[str]) -> tuple[str, ...]:
         text = files.read_text(Path(classes), fix)
         classes = [line for line in text.replace("\r\n", "\n").split("\n") if line]
     return (*(character for character in files.characters(classes, option) if character != UNKNOWN), UNKNOWN)
-
-
-def groups_of(names: Sequence[str], splits: Sequence[str | None]) -> list[str]:
-    """Return each line's writer, so that no hand is in two splits; its page, if that is untold or there are too few."""
-    pages, writers = [name.partition("#")[0] for name in names], [WRITER.match(name) for name in names]
-    hands = [f"writer {match[1]}" if match else page for match, page in zip(writers, pages, strict=True)]
-    divided = {hand for hand, split in zip(hands, splits, strict=True) if split in (None, "train")}
-    return pages if len(divided) < FEW else hands
 
 
 def entry_of(name: str, text: str, split: str | None) -> Entry | Row:

@@ -30,7 +30,6 @@ EMPTY, FREE, NOWHERE = (np.uint64(n) for n in range(3))  # hashes: of the empty 
 PRIME = np.uint64(0x9E3779B97F4A7C55)
 NEVER = "\U0010ffff"  # no character either: nothing reads it
 
-
 Peaks = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """The likely classes of a batch of lines: a few hundred bytes a frame, where the network answers tens of thousands.
 

@@ -29,7 +29,7 @@ FREQUENT = (  # the start of Jun Da's list of modern Chinese (2004), so that a s
 )
 FOLDERS = ("HWDB2.0Train", "HWDB2.0Test")
 LINES, PAGES = 6, 2  # of a page, and of a writer: many writers, since new ones are what has to be read
-HELD = 5  # every fifth writer is a test writer, as 1,015 of 5,091 pages of HWDB are test pages
+HELD = 5  # every fifth writer, from the second on, is a test writer, as 1,015 of 5,091 pages of HWDB are test pages
 HEAD = 8  # added to a rank of Zipf's law: the rarest of 60 characters still occurs once in 500
 FOLLOWERS, FAITHFUL = 5, 0.7  # characters that mostly come after a given one, and how often it is one of them
 GRAMMAR, HAND, TEXT = 1, 2, 3  # streams of random numbers
@@ -75,24 +75,17 @@ def demo(
         texts, images = [], []
         testers = (writer + HELD - 2) // HELD  # before this writer
         for line in range(number * LINES, min(count, (number + 1) * LINES)):
-            first = None if is_test(writer) else (line - PAGES * LINES * testers) % len(chosen)  # each in turn
+            first = None if writer % HELD == 1 else (line - PAGES * LINES * testers) % len(chosen)  # each in turn
             places = language.line(rng, (shortest, longest), first)
             texts.append("".join(chosen[place] for place in places))
             images.append(hand.line(ink, places, rng))
         return page_bytes(texts, images, "nbtools demo")
 
-    folder = write_demo(folder, ((name_of(n), partial(page, n)) for n in range(-(-count // LINES))), SUFFIXES)
+    pages = (divmod(n, PAGES) for n in range(-(-count // LINES)))  # HWDB 2.0 calls a writer's pages P16 to P20
+    names = [f"{FOLDERS[writer % HELD == 1]}/{writer + 1:03}-P{16 + number}.dgrl" for writer, number in pages]
+    folder = write_demo(folder, [(name, partial(page, n)) for n, name in enumerate(names)], SUFFIXES)
     say(f"{plural(count, 'line')} in {folder}, drawn with {font.stem if font else 'shapes, since no font has Chinese'}")
     return folder
-
-
-def name_of(page: int) -> str:
-    writer, number = divmod(page, PAGES)
-    return f"{FOLDERS[is_test(writer)]}/{writer + 1:03}-P{16 + number}.dgrl"  # HWDB 2.0 calls its pages P16 to P20
-
-
-def is_test(writer: int) -> bool:
-    return writer % HELD == 1
 
 
 def page_bytes(texts: Sequence[str], images: Sequence[np.ndarray], illustration: str) -> bytes:

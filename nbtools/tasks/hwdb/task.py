@@ -173,7 +173,10 @@ def augment_lines(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -
     x, y = places(wider, ink.device), places(height, ink.device)
     ink, lengths = bend_lines(ink, lengths, bend, x, y[:, None])
     gain, offset = (contrast * (2 * strength)).view(-1, 2, 1, 1, 1).unbind(1)
-    ink = thicken_strokes(ink, thick.view(-1, 1, 1, 1)).mul_(2 + gain).add_(offset).clamp_(0, 2)
+    amount = thick.view(-1, 1, 1, 1)  # of a pixel, towards the 3 × 3 maximum, or the minimum where it is below 0
+    signed = ink * amount.sign()
+    most = F.max_pool2d(F.pad(signed, (1, 1, 1, 1)), 3, 1)
+    ink = most.sub_(signed).mul_(amount).add_(ink).mul_(2 + gain).add_(offset).clamp_(0, 2)
     return ink.masked_fill_(cover_mask(x, y, lengths[:, None], spots.unflatten(1, (SPOTS, 6))), 0), lengths
 
 
@@ -190,13 +193,6 @@ def bend_lines(ink: Tensor, lengths: Tensor, drawn: Tensor, x: Tensor, y: Tensor
     grid = torch.stack([from_x, from_y], 3).add_(0.5).mul_(constant((2 / width, 2 / height), ink.device)).sub_(1)
     grown = torch.add(lengths * stretch.view(-1), lean.view(-1), alpha=2).ceil_().long()
     return F.grid_sample(ink, grid, align_corners=False), torch.maximum(lengths, grown)
-
-
-def thicken_strokes(ink: Tensor, amount: Tensor) -> Tensor:
-    """Make strokes a pixel wider or thinner, by an amount (B, 1, 1, 1) towards the 3 × 3 maximum or minimum."""
-    signed = ink * amount.sign()
-    most = F.max_pool2d(F.pad(signed, (1, 1, 1, 1)), 3, 1)
-    return most.sub_(signed).mul_(amount).add_(ink)
 
 
 def cover_mask(x: Tensor, y: Tensor, lengths: Tensor, spots: Tensor) -> Tensor:

@@ -137,8 +137,7 @@ class Stem(nn.Module):
 
 class Gather(nn.Module):
     """Gather and expansion: a convolution, depthwise ones to `expansion` times the channels (one, or two with stride
-    2), and a projection, whose batch norm starts at zero: each layer begins as its shortcut, separable with stride 2.
-    """
+    2), and a projection, whose batch norm starts at zero: each layer begins as its shortcut, separable at stride 2."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int):
         super().__init__()

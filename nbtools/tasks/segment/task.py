@@ -233,8 +233,11 @@ def infer(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> Output
 
 def metrics(outputs: Outputs, batch: Mapping[str, Tensor]) -> dict[str, Pair]:
     """Return miou and pixel_accuracy of logits (B, K, H, W), given label (B, H, W). Nothing waits for the device."""
-    classes = outputs[0].shape[1]
-    counts = count_pairs(argmax(outputs[0]), batch["label"], classes)
+    labels, classes = batch["label"], outputs[0].shape[1]
+    cell = (labels * classes + argmax(outputs[0])).where(labels != IGNORE, classes * classes).flatten()
+    counts = torch.zeros(classes * classes + 1, dtype=torch.int64, device=cell.device)
+    counts.scatter_add_(0, cell, torch.ones_like(cell))  # `bincount` waits for a GPU
+    counts = counts[:-1].view(classes, classes)  # of pixels: their class (row), predicted (column)
     both = counts.diagonal()
     return {"miou": (both, counts.sum(0) + counts.sum(1) - both), "pixel_accuracy": (both.sum(), counts.sum())}
 
@@ -345,11 +348,3 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
 def argmax(logits: Tensor) -> Tensor:
     """Return (B, H, W) int64. `Tensor.argmax` takes 8 times as long on a CPU: 7 of 11 ms for 180 × 240."""
     return logits.max(1).indices
-
-
-def count_pairs(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Return (K, K) int64: how many pixels of a class (row) were predicted as a class (column); both (B, H, W)."""
-    cell = (labels * classes + predicted).where(labels != IGNORE, classes * classes).flatten()
-    counts = torch.zeros(classes * classes + 1, dtype=torch.int64, device=cell.device)
-    counts.scatter_add_(0, cell, torch.ones_like(cell))  # `bincount` waits for a GPU
-    return counts[:-1].view(classes, classes)

@@ -94,11 +94,11 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
         first = f" The first error: {Refused(*errors[0][1:4], errors[0].file)}" if errors else ""
         fix = f"write {LABELS} with the columns file,gloss,cat; run.predict(files) reads clips without labels"
         raise PackError(f"{folder}: {plural(len(clips), 'clip')} and no label; {fix}.{first}")
-    entries = [
-        Entry(clip, places[clip][0] or split_in(clip), np.array(labels[clip], np.int64), places[clip][1])
-        for clip in clips
-        if clip in labels
-    ]
+    entries = []
+    for clip in (clip for clip in clips if clip in labels):
+        folders = (GUIDE.get(part) or split_word(part) for part in reversed(PurePosixPath(clip).parts[:-1]))
+        split = places[clip][0] or next(filter(None, folders), None)  # of its list, else of the nearest folder
+        entries.append(Entry(clip, split, np.array(labels[clip], np.int64), places[clip][1]))
     keys, known = keys_of(options, folder, clips), read_reference(folder)
     glosses, categories = (
         names_of(option, options[option], max(label[k] for label in labels.values()), known[k])
@@ -138,8 +138,7 @@ def validate(
     progress: bool = True,
 ) -> Report:
     """Check every clip and every label of a folder, archive or link. An error is what a pack with the same keys leaves
-    out; require_x2048: so is a clip without features. Raises PackError if there is no clip, and for a key that none
-    has."""
+    out; require_x2048: so is a clip without features. Raises PackError without clips, and for a key that none has."""
     folder = stage(source, progress=progress)
     clips, labels, _, rows = labels_of(folder)
     keys = keys_of({"kp_key": kp_key, "feature_key": feature_key}, folder, clips)
@@ -287,12 +286,6 @@ def names_of(option: str, wanted: int | Sequence[str] | None, most: int, known: 
             fix = f"correct its ids, or the name in {REFERENCE}"
             raise PackError(f"{option}: id {i} must be {title!r}, and the source calls it {known[i]!r}; {fix}")
     return [*wanted]
-
-
-def split_in(clip: str) -> str | None:
-    """Return the split of a clip by the nearest folder that names one."""
-    named = (GUIDE.get(part) or split_word(part) for part in reversed(PurePosixPath(clip).parts[:-1]))
-    return next(filter(None, named), None)
 
 
 def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], Places, list[Row]]:

@@ -116,7 +116,10 @@ def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool,
     seen = detect(x, None if sign.both else HANDS[int(left_handed)], rng)
     times = np.round(np.arange(len(x)) * 1000 / FPS + rng.uniform(-3, 3, len(x))).astype(np.int64)
     arrays: dict[str, Any] = {"X": np.where(seen[..., None], x, np.float32(0)).reshape(len(x), -1)}
-    arrays |= {"X2048": looked_at(points, rng)} if features else {}
+    if features:  # which see hands that a detector loses
+        (weights, bias), flat = backbone(), (points.reshape(len(points), -1) - 0.5).astype(np.float32)
+        noise = 0.05 * rng.standard_normal((len(points), len(bias)), np.float32)
+        arrays["X2048"] = np.maximum(flat @ weights + bias + noise, 0)
     meta = np.array(json.dumps({"video": f"nbtools demo, signer {signer}, {number}.MOV", "order": ORDER}))
     arrays |= {"mask": seen, "timestamps_ms": times - times[0], "meta": meta}
     content, save = io.BytesIO(), np.savez if features else np.savez_compressed  # which takes too long for features
@@ -183,17 +186,10 @@ def detect(x: np.ndarray, idle: slice | None, rng: np.random.Generator) -> np.nd
     return seen
 
 
-def looked_at(points: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return (T, 2048) float32: what a network might make of the frames; it sees hands that a detector loses. As
-    InceptionV3's of real clips, 0 or more and about 0.35 on average."""
-    weights, bias = backbone()
-    flat = (points.reshape(len(points), -1) - 0.5).astype(np.float32)
-    return np.maximum(flat @ weights + bias + 0.05 * rng.standard_normal((len(points), len(bias)), np.float32), 0)
-
-
 @cache
 def backbone() -> tuple[np.ndarray, np.ndarray]:
-    """Return (weights (2 P, 2048), bias (2048,)) float32, the same for all demos."""
+    """Return (weights (2 P, 2048), bias (2048,)) float32, the same for all demos, of what a network might make of a
+    frame: as InceptionV3's of real clips, 0 or more and about 0.35 on average."""
     rng = np.random.default_rng(BACKBONE)
     weights = np.float32(0.3) * rng.standard_normal((2 * POINTS, 2048), np.float32)
     return weights, rng.uniform(-0.4, 0.6, 2048).astype(np.float32)

@@ -194,8 +194,7 @@ def train_clips(folder: Path, films: dict[str, Film]) -> Clips:
 
 def tune(network: nn.Module, path: Path, clips: Clips, epochs: int, batch_size: int, progress: bool) -> None:
     """Train a backbone in place, end to end with a GRU that is then dropped, and write it; or take what an earlier call
-    wrote. Batch norms keep their statistics: the frames of a clip are near copies of each other, and would spoil them.
-    """
+    wrote. Batch norms keep their statistics: the frames of a clip, near copies of each other, would spoil them."""
     if path.is_file():
         network.load_state_dict(safetensors.torch.load_file(path))
         return

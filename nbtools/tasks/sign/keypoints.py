@@ -31,7 +31,6 @@ SPAN = 3.0  # times a finger is enlarged relative to its wrist: in shoulder widt
 NARROW = 0.02  # of the picture: least width of the shoulders, so that a profile view does not enlarge the rest
 STRETCH, BEND = 0.3, 0.5  # at time_warp 1: change of a clip's length; of its pace within it
 
-
 PAIRS = (*POSE_PAIRS, *zip(range(25, 46), range(46, 67), strict=True))
 PAIRS += tuple((FACE.start + FACE_MESH.index(a), FACE.start + FACE_MESH.index(b)) for a, b in FACE_PAIRS)
 PARTNER = dict(PAIRS) | {b: a for a, b in PAIRS}
