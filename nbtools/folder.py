@@ -58,8 +58,7 @@ def plan_for(task: Task, pack: Pack, call: Any) -> Plan:
 
 def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan, Plan, list[str]]:
     """Return (the plan to train with, the one that counts as given, what to say) where a call gives `call`, None: the
-    run's own. What is given otherwise than last time is a change, newly measured advice is not. Raises TrainError for
-    a change that the run refuses."""
+    run's own. What is given otherwise than last time is a change, newly measured advice is not. Raises TrainError."""
     if former is None:
         plan = plan_for(task, pack, call)
         return plan, plan, []

@@ -387,8 +387,6 @@ class Comparison:
         if len({(run.metric, run.card.digest) for run in runs}) > 1:
             return "No best run: they have different tasks, or were validated on different data."
         metric, sign = next(iter(runs)).metric
-        if metric == "loss" and len({str(run.index.get("identity", {}).get("loss")) for run in runs}) > 1:
-            return "No best run: they are compared by their losses, which are not the same function."
         values = {name: run.best[f"val_{metric}"] for name, run in self.runs.items() if run.best}
         if len(values) < 2:
             return "No best run: fewer than two have been evaluated."

@@ -152,11 +152,12 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
     options.source = " + ".join(f"{x}" if isinstance(x, str | Path) else type(x).__name__ for x in given.values())
     for split, data in given.items():
         path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
-        data = joined(data, options, column)
         if is_table(data):
             named = options.image, options.target, column, *TARGETS
-            doubted = (options.target,) if options.target is not None else TARGETS
-            frame = read_table(data := drive_path(data) if path else data, named, doubted * (options.classes is None))
+            goals = TARGETS if options.target is None else np.atleast_1d(np.array(options.target, object)).tolist()
+            kept = (options.image, column, *(goals if options.classes else ()))
+            doubted = goals if options.classes is None and options.sep is None else ()
+            frame = read_table(data := drive_path(data) if path else data, named, kept, doubted)
             if options.image and split is None:
                 refuse_splits(frame, (options.image, options.target, column))
             roles = roles or roles_of(frame, options, column, progress)  # the first is that of training
@@ -177,15 +178,6 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             data = list_items(data)
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if column is not None else groups
-
-
-def joined(data: Any, options: Any, besides: Any) -> Any:
-    """Return (X, y), X a DataFrame, as one, so that its columns keep their names; other data as they are."""
-    pair = isinstance(data, tuple) and len(data) == 2 and hasattr(data[0], "select_dtypes") and np.ndim(data[1]) == 1
-    if not pair or options.key not in ((None, None), (TARGET, None)) or TARGET in data[0]:
-        return data
-    options.target, options.inputs = TARGET, [str(name) for name in data[0] if name != besides]
-    return read_table(data[0]).assign(**{TARGET: [*data[1]]})
 
 
 def list_items(data: Any) -> Any:
@@ -269,10 +261,10 @@ def is_table(data: Any) -> bool:
     return path or hasattr(data, "select_dtypes") or (other and not hasattr(data, "ndim"))
 
 
-def read_table(data: Any, named: Collection[Any] = (), doubted: Collection[Any] = ()) -> "pd.DataFrame":
+def read_table(data: Any, named: Collection[Any] = (), kept: Any = (), doubted: Any = ()) -> "pd.DataFrame":
     """Return a DataFrame, or that of a CSV file, whose separator is the most frequent one in its first line. named:
     columns of classes, groups and files, in which 01 is not 1, and no whole number becomes a float or loses digits;
-    doubted: those of them in which a text that often means nothing, as None, is refused."""
+    kept, doubted: those of them in which a text that often means nothing, as None, is one, or is refused."""
     import pandas as pd
 
     if isinstance(data, Path):
@@ -289,12 +281,12 @@ def read_table(data: Any, named: Collection[Any] = (), doubted: Collection[Any] 
             fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…)"
             raise PackError(f"{data} must be a table in UTF-8 with a header line, got {error}; {fix}") from None
         for name, cells in texts.items():
-            words = cells[frame[name].isna()].dropna()  # what pandas takes for nothing, as NA and None
-            if len(words) and not pd.api.types.is_numeric_dtype(frame[name]):
+            words = [word for word in cells[frame[name].isna()] if not is_missing(word)]  # pandas': NA, None, null …
+            if words and pd.api.types.infer_dtype(frame[name]) == "string":
                 if name.strip() in doubted:
                     fix = "may be a class, or mean nothing: name all classes=[…], or empty these cells"
-                    raise PackError(f"{data}: {words.iloc[0]!r} in column {name!r} {fix}")
-                frame[name] = cells
+                    raise PackError(f"{data}: {words[0]!r} in column {name!r} {fix}")
+                frame[name] = cells if name.strip() in kept else frame[name]
             cells = cells.where(frame[name].notna())
             if cells.str.fullmatch(r"-?(0\d+|\d{16,}) *").any():
                 frame[name] = cells

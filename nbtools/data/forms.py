@@ -95,8 +95,6 @@ def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
     points = numeric("points", points).astype(np.float32)
     if not resize:
         return points
-    if points.ndim == 0 or points.shape[-1] not in (2, 4):
-        raise PackError(points.shape, "points must be (…, 2) of x, y or (…, 4) of boxes", "leave out all else")
     before, after = np.array(size), np.array([resize[1], resize[0]])  # x, y
     ratio = after / before
     if resize[2] != "squash":
@@ -133,7 +131,6 @@ def numeric(name: str, value: Any) -> np.ndarray:
         raise PackError("several", f"{name} must be one array", "return separate parts: (a, b, label), target=2")
     try:
         value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-        value = value.float() if getattr(value, "dtype", None) == torch.bfloat16 else value  # which NumPy lacks
         array = value.astype(float).filled(np.nan) if np.ma.is_masked(value) else np.asarray(value)
         array = np.array(array.tolist()) if array.dtype == object else array  # of a DataFrame, True among numbers
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises

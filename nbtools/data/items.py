@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from nbtools import disk
 from nbtools.data import forms
@@ -195,9 +195,8 @@ class Items:
                 common[name] = Column("fixed", "|u1", (*common[name].shape, 3), "hwc")
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
-            odd = not all(0 < std < math.inf for std in options.std or ())
-            if above or odd or {len(options.mean or ()), len(options.std or ())} != {count}:
-                rule = f"mean and std must have {count} numbers, one per channel of {name}, std > 0, of bytes in 0…1"
+            if above or {len(options.mean or ()), len(options.std or ())} != {count}:
+                rule = f"mean and std must have {count} numbers, one per channel of {name}, of bytes in 0…1"
                 raise PackError(f"{rule}, got {options.mean} and {options.std}; columns: {there}")
         for name in self.marked:
             if len(images) != 1 or name not in common or (0, *common[name].shape)[-1] not in POINTS:
@@ -225,15 +224,18 @@ class Items:
         digest, seen = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8), set[int]()
         for split, part, _ in self.parts:
             digest.update(repr((split, type(part).__qualname__, len(part), self.columns)).encode())
-            known = part if isinstance(part, list) else ()  # what is in memory: all of it
-            digest.update(b"".join(mark({} if item is None else parts_of(item)) for item in known))
-            while part is not None and id(part) not in seen:  # what Datasets say of all their items, also below Subsets
-                seen.add(id(part))
-                held = {name: getattr(part, name, "") for name in HELD[: 4 if self.options.store else 3]}
+            inside = [part]
+            while inside:  # what Datasets say of all their items, also those below Subsets; of data in memory all
+                if (one := inside.pop()) is None or id(one) in seen:
+                    continue
+                seen.add(id(one))
+                for item in one if isinstance(one, list) else ():
+                    digest.update(mark({} if item is None else parts_of(item)))
+                held = {name: getattr(one, name, "") for name in HELD[: 4 if self.options.store else 3]}
                 held = {n: x for n, x in held.items() if isinstance(x, FLAT) and np.ndim(x[:1]) < 2}
-                whole = [part] if isinstance(part, np.ndarray | torch.Tensor) else getattr(part, "tensors", ())
+                whole = one.tensors if isinstance(one, TensorDataset) else [one] if isinstance(one, FLAT[2:]) else ()
                 digest.update(mark(held | dict(enumerate(whole))))
-                part = getattr(part, "dataset", None)
+                inside += [getattr(one, "dataset", None), *(one.datasets if isinstance(one, ConcatDataset) else ())]
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()
 
@@ -319,7 +321,8 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             value = str(value), stat and (stat.st_size, stat.st_mtime_ns)
         elif hasattr(value, "shape") or is_image(value):
             array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-            digest.update(repr(array.tolist()).encode() if array.dtype == object else array.tobytes())
+            odd, flat = array.dtype == object or not array.size, np.ascontiguousarray(array).reshape(-1)
+            digest.update(repr(array.tolist()).encode() if odd else flat.view("u1").data)  # without a copy
             value = array.dtype, array.shape
         elif not isinstance(value, str | bytes | int | float | list | tuple | None):
             value = sorted(value) if isinstance(value, set) else type(value).__name__

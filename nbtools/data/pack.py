@@ -224,12 +224,10 @@ class Pack(show.Table):
         if label is not None:
             labels = class_names(np.load(self.folder / f"{label}.npy"), self.classes)
         places = self.places(groups, label, labels, seed, "roles" in self.options)
-        units = splits.units_of(np.flatnonzero(self.split < 2).tolist(), places, groups)
+        units = splits.units_of(np.flatnonzero(self.split < 2).tolist(), places, groups, labels)
         if not isinstance(k, int) or not 2 <= k <= len(units):
             raise PackError(f"folds must be 2 to {len(units):,}, the number of samples or groups, got {k!r}")
-        if labels is not None:
-            units.sort(key=lambda unit: splits.mode(map(labels.__getitem__, unit)))
-        fold, made = {i: n % k for n, unit in enumerate(units) for i in unit}, []
+        fold, made = {i: n * k // len(units) for n, unit in enumerate(units) for i in unit}, []
         for n in range(k):
             split = [int(fold[i] == n) if i in fold else own for i, own in enumerate(self.split)]
             digest = hashlib.sha256(f"{self.card.digest} {n} {k} {seed}".encode()).hexdigest()

@@ -58,10 +58,10 @@ def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Pla
 
 
 def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = None) -> list[list[int]]:
-    """Return the samples that stay together, of one group or place; with labels a first part has each class's share."""
-    together: dict[float | str, list[int]] = {}
+    """Return the samples that stay together, by place; with labels any first part has each class in its share."""
+    together: dict[int | str, list[int]] = {}
     for i in ids:
-        together.setdefault(groups[i] or places[i], []).append(i)
+        together.setdefault(groups[i] or i, []).append(i)
     units = sorted(together.values(), key=lambda unit: places[unit[0]])
     classes = [mode(labels[i] for i in unit) for unit in units] if labels is not None else []
     sizes, before, middles = Counter(classes), Counter[str](), []

@@ -149,8 +149,7 @@ class Picture:
 
 def picture(columns: Columns, best: str = "", x: str = "step", scale: str = "auto", smoothing: float = 1.0) -> Picture:
     """Return everything a frame draws: loss, metrics and lr. best: the metric that counts; if it is the loss, there is
-    no chart of metrics before the first evaluation. x: one of XS; scale: one of SCALES, for the loss; smoothing: as a
-    multiple of the usual."""
+    no chart of metrics before the first evaluation. x, scale (of the loss): of XS, SCALES; smoothing: a multiple."""
     if columns.newest is None:
         return Picture()
     charts = [*loss(columns, scale, smoothing), *metrics(columns)]

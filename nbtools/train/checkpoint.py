@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import torch as safetensors
 from torch import Tensor
 
 from nbtools import disk
@@ -61,7 +61,7 @@ def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
 
 def publish(folder: Path, taken: Checkpoint) -> None:
     """Write a snapshot, and make it the last checkpoint."""
-    path, data = folder / f"{taken.name}.safetensors", save(taken.tensors)
+    path, data = folder / f"{taken.name}.safetensors", safetensors.save(taken.tensors)
     digest = hashlib.sha256(data).hexdigest()
     with disk.explained(f"saving checkpoint {taken.name}", folder):
         for rows in folder.glob("*.csv"):  # on which it counts
@@ -128,7 +128,7 @@ def read(folder: Path, name: str) -> Checkpoint:
         data = retry(path.read_bytes, path)
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("its hash differs from the one recorded")
-        return Checkpoint(name, load(data), facts)
+        return Checkpoint(name, safetensors.load(data), facts)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"{path}: damaged or missing ({error}){RESTORE}") from None
 
@@ -143,6 +143,12 @@ def newest(folder: Path, last: str | None = None) -> Checkpoint:
             damage.append(str(error).removesuffix(RESTORE))
     fix = "no intact checkpoint; move this folder away to resume from its kept copy (keep=), or name another folder"
     raise CheckpointError(f"{folder.absolute()}: {'; '.join([*damage, fix])}")
+
+
+def load(folder: Path, state: TrainState) -> Checkpoint:
+    """Load the newest intact checkpoint into a state, and return it. Raises CheckpointError."""
+    state.load((saved := newest(folder)).tensors, saved.facts["state"])
+    return saved
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

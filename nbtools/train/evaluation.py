@@ -81,7 +81,8 @@ class Answered:
 
 def state_of(batch: Any) -> list[Any]:
     """Return what changes when a batch is changed."""
-    return [(name, id(value), getattr(value, "_version", 0)) for name, value in dict(batch).items()]
+    held = batch.items() if isinstance(batch, Mapping) else ()
+    return [(n, id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for n, x in held]
 
 
 @torch.no_grad()

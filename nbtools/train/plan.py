@@ -147,9 +147,7 @@ class Plan(Settings):
         """Return lr at a point of the run, in epochs: linear warmup, then the schedule. drops: of a plateau, so far;
         own: a task's schedule in place of both, the factor on lr at 0…1 of the run. Pure: a resume needs no memory."""
         if own is not None:
-            if not 0 <= (factor := float(own(min(1.0, progress / self.epochs)))) < math.inf:
-                raise PlanError(f"schedule must give a factor ≥ 0, got {factor} in epoch {progress:.4g}; correct it")
-            return self.lr * factor
+            return self.lr * float(own(min(1.0, progress / self.epochs)))
         if progress < self.warmup_epochs:
             return self.lr * progress / self.warmup_epochs
         if self.schedule == "constant":

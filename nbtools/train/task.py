@@ -4,6 +4,7 @@ B samples, H and W pixels, K classes.
 """
 
 import copy
+import dis
 import hashlib
 import importlib
 import inspect
@@ -220,8 +221,7 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
         hook = partial(pass_columns, *find_columns(model, card))
         model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     frozen = [name for name, layer in model.named_modules() if {p.requires_grad for p in layer.parameters()} == {False}]
-    resting = [name for name in frozen if not model.get_submodule(name).training]  # such as a teacher
-    vars(model)["resting"] = resting if model.training else []
+    vars(model)["_resting"] = [name for name in frozen * model.training if not model.get_submodule(name).training]
     set_training(model)
     return model
 
@@ -229,7 +229,7 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
 def set_training(model: nn.Module) -> None:
     """Call `model.train()`, but leave frozen parts that were in eval mode, and norm layers all frozen, in eval mode."""
     model.train()
-    for name in vars(model).get("resting", ()):
+    for name in vars(model).get("_resting", ()):
         model.get_submodule(name).eval()
     for layer in model.modules():
         trained = [p.requires_grad for p in layer.parameters(recurse=False)]
@@ -293,8 +293,9 @@ def identity(task: Task, card: Card, model: nn.Module, plan: Plan) -> dict[str, 
             parts[part] = [qualified_name(given.get(part) or hook) if own else "default"]
         if "given" not in vars(task):  # a Task that somebody wrote, whose loss may read its attributes
             kinds = [kind for kind in reversed(type(task).__mro__) if kind not in Task.__mro__]
-            held = {name: value for kind in kinds for name, value in vars(kind).items()} | vars(task)
-            parts["settings"] = [*settings(held, values=False)]  # numbers and names: a list may collect something
+            own = [(n, x) for kind in kinds for n, x in vars(kind).items() if n not in HOOKS]
+            held = {n: x for n, x in own if isinstance(x, int | float | str)} | vars(task)
+            parts["settings"] = [*settings(held, values=False)]  # a list may collect something
         if not plan.given().keys() & ADVISED:
             parts["recipe"] = [f"lr {task.PLAN.lr}, batch size {task.PLAN.batch_size}"]
     parts["trained"] = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -335,15 +336,24 @@ def qualified_name(function: Any) -> str:
     inner = getattr(inner, "__func__", inner)  # of a method
     held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})
     if isinstance(inner, FunctionType):
-        read = inspect.getclosurevars(inner)
-        held = {name: each.default for name, each in inspect.signature(inner).parameters.items()}
-        held |= {**read.globals, **read.nonlocals}
+        held = read_by(inner)
     plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | None)}
     given = {**plain, **getattr(function, "keywords", {})}
     named = (name for name in given if name[0] != "_" and name.lower() not in ("training", "device"))
     settings = ", ".join(f"{n}={qualified_name(given[n]) if callable(given[n]) else repr(given[n])}" for n in named)
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
     return f"{name}({settings})" if settings else name
+
+
+def read_by(function: FunctionType) -> dict[str, Any]:
+    """Return by name what a function, not torch's, reads: of its module what it does not set, defaults, its closure."""
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return {}
+    code, steps = function.__code__, [*dis.get_instructions(function)]
+    loaded, stored = ({each.argval for each in steps if each.opname == f"{act}_GLOBAL"} for act in ("LOAD", "STORE"))
+    held = {name: function.__globals__.get(name, ...) for name in sorted(loaded - stored)}
+    defaults_of = zip(code.co_varnames[: code.co_argcount][::-1], (function.__defaults__ or ())[::-1], strict=False)
+    return {**held, **dict(defaults_of), **inspect.getclosurevars(function).nonlocals}
 
 
 def task_name(task: Any) -> str:

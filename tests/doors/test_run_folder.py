@@ -249,13 +249,10 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     assert "newly trained, without saved optimizer state: body.0.weight, body.0.bias" in " ".join(run.events)
 
 
-def test_a_network_of_other_code_is_said_and_losses_of_other_functions_are_not_compared(pack, capsys):
-    runs = [fit(pack, PLAN, name, task(metrics=[], loss=scaled(scale))) for name, scale in (("a", 1.0), ("b", 0.1))]
-    assert nb.compare(*runs).conclusion == (
-        "No best run: they are compared by their losses, which are not the same function."
-    )
-    nb.Run.open("a", task(nn.Tanh, metrics=[], loss=scaled(1.0))).model()
-    said = "a: this is not quite the network that was trained, which has no body.1: Tanh()"
+def test_a_network_of_other_code_than_the_trained_one_is_said(pack, capsys):
+    fit(pack, PLAN, "r")
+    nb.Run.open("r", task(nn.Tanh)).model()
+    said = "r: this is not quite the network that was trained, which has no body.1: Tanh()"
     assert said in capsys.readouterr().err
 
 

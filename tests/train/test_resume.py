@@ -83,8 +83,8 @@ def trained(pack: nb.Pack, task: Any, plan: Any, changes: Changes, stops: Any = 
             if seen % 2 == 0:
                 continue
             checkpoint.publish(Path(folder), checkpoint.snapshot(state, len(history)))
-            state, found = TrainState(task, pack, state.plan), checkpoint.newest(Path(folder))
-            state.load(found.tensors, found.facts["state"])
+            state = TrainState(task, pack, state.plan)
+            found = checkpoint.load(Path(folder), state)
             assert not found.complaints
             history.cut(found.facts["rows"])
     return state, history

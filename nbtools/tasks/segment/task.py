@@ -321,8 +321,7 @@ def resample(image: Tensor, scale: Tensor, y: Tensor, x: Tensor, pyramid: bool) 
 
 def jitter(image: Tensor, draws: Draws, strength: float) -> Tensor:
     """Return images (B, C, H, W) in [0, 255] with brightness, contrast around grey and saturation of RGB, each times
-    1 ± strength, as one matrix product; a fourth channel is unchanged. The reference does the same in this order, but
-    clips after each of the three."""
+    1 ± strength, as one matrix product; a fourth channel is unchanged. The reference clips after each."""
     if not strength:
         return image
     one = 1 - strength, 1 + strength
