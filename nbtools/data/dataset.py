@@ -313,7 +313,7 @@ def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) 
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
     large = frame[[name for name in (*inputs, *goals) if name in frame]].select_dtypes(**NUMBERS).head(1000)
     counts, kept = (dict[str, Any](each.nunique()) for each in (large, large.astype("float32")))
-    if same := [name for name in counts if 2 * kept[name] < counts[name]]:
+    if progress and (same := [name for name in counts if 2 * kept[name] < counts[name]]):
         say(f"float32 cannot tell most values of {', '.join(same)} apart: subtract their mean or start first")
     if not inputs or {*inputs} & {*goals}:
         raise PackError(f"inputs and target must be separate columns, got {inputs} and {goals}; choose with inputs=[…]")
@@ -342,8 +342,9 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
         fix = f"choose others with inputs={[*numbers] or '[…]'}, name target= or image= among them, convert texts with"
         fix += " text=function or pd.get_dummies(df), and turn dates, durations and decimal commas into numbers"
         raise PackError(f"these columns are not numeric: {', '.join(texts)}; {fix}")
-    if taken := {*texts} & {"x", "image", TARGET}:
-        raise PackError(f"nbtools has a column {min(taken)!r} of its own; rename that of texts")
+    own = {"x": len(numbers.columns), "image": options.image in inputs, TARGET: goals}
+    if taken := [name for name in texts if own.get(name)]:
+        raise PackError(f"nbtools has a column {taken[0]!r} of its own; rename that of texts")
     if options.text and not texts:
         raise PackError(f"text= needs a text column, not {', '.join(inputs)}; df[[…]].astype(str) makes one")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
@@ -393,8 +394,8 @@ def items_of(given: Any, card: Card, root: str | Path | None = None) -> Sequence
         return rows_of(read_table(given, [roles.image]), (), columns, roles, place if root is None else stage(root))
     first = card.columns[card.options["inputs"][0]]
     ranks = 0, len(first.shape) + (first.kind == "ragged")
-    if isinstance(given, tuple) and first.layout and all(isinstance(part, str | Path) for part in given):
-        given = [*given]
+    files = isinstance(given, tuple) and first.layout and all(str(part).lower().endswith(IMAGES) for part in given)
+    given = [*given] if files and card.options["kind"] != "values" else given  # no picture with its mask
     if isinstance(given, (str, bytes, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", -1) in ranks:
         return [given]
     given = list_items(given) if hasattr(given, "dataset") else given  # not a DataLoader

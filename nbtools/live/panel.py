@@ -89,8 +89,7 @@ class Panel:
             self.propose() if self.form.plan != self.plan else self.form.show_run()
 
     def propose(self, sentence: str = "", change: Mapping[str, Any] | None = None) -> None:
-        """Show what limits the plan, and a button for the one change worth making; by default only the values in
-        effect, instead of what breaks a rule or had to be confirmed."""
+        """Show what limits the plan, and a button for the change worth making; by default only the values in effect."""
         with self.lock:
             self.bad, self.note, self.proposed = {}, sentence, dict(change or {})
             self.form.show()

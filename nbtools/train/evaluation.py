@@ -35,10 +35,11 @@ class Sums:
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
         for name, pair in pairs.items():
-            pair = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in pair]
+            to: Any = {"dtype": sum_dtype(self.device), "device": self.device}
+            pair = [torch.as_tensor(each, **to) if isinstance(each, np.ndarray) else each for each in pair]
             shape = pair[0].shape if isinstance(pair[0], Tensor) else ()
             if name not in self.totals:
-                self.totals[name] = torch.zeros((2, *shape), dtype=sum_dtype(self.device), device=self.device)
+                self.totals[name] = torch.zeros((2, *shape), **to)
             if self.totals[name].shape[1:] != shape:
                 came = f"{tuple(self.totals[name].shape[1:])} and {tuple(shape)}"
                 raise TrainError(f"metric {name} must be sums of one shape for all batches, got {came}; sum it up")

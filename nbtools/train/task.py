@@ -330,8 +330,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def qualified_name(function: Any) -> str:
-    """Return the name of a class or function, with keywords of a partial and plain values of an object, or those that a
-    function reads of its defaults, a closure or its module."""
+    """Return the name of a class or function, with keywords of a partial and plain values of an object, or read."""
     inner = getattr(function, "func", function)
     inner = getattr(inner, "__func__", inner)  # of a method
     held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})

@@ -220,13 +220,15 @@ def test_no_column_is_changed_or_lost_in_silence(said):
     text = open_image if "rename" in said else None  # any function
     with pytest.raises(nb.NbtoolsError, match=said):
         pack(pd.DataFrame({"n": np.ones(20), "y": [0, 1] * 10} | UNSAID[said]), target="y", text=text)
+    assert [*pack(pd.DataFrame({"x": ["a", "b"] * 10, "y": [0, 1] * 10}), text=ord).columns] == ["x", "y"]
 
 
 def test_what_is_read_otherwise_than_it_may_be_meant_is_said(capsys):
-    nb.pack(pd.DataFrame({"time": 1.7e9 + np.arange(40), "y": [0, 1] * 20}))
+    for said in (True, False):
+        nb.pack(pd.DataFrame({"time": 1.7e9 + np.arange(40), "y": [0, 1] * 20}), progress=said)
     nb.pack([(np.ones((30, 21, 3), np.float32), i % 2) for i in range(20)])
     said = capsys.readouterr().err
-    assert "float32 cannot tell most values of time apart: subtract" in said
+    assert said.count("float32 cannot tell most values of time apart: subtract") == 1
     assert "x float32 (30, 21, 3) is read as images (H, W, C), and reaches the network as (C, H, W)" in said
 
 
