@@ -61,8 +61,7 @@ def train(
             made = task.pack(task.demo(Path(name, "raw"), 48, **task.SMOKE), into=Path(name, "pack"), progress=False)
             plan = plan_of(task, made, False, {"epochs": 1, "batch_size": 4, **of_plan})
             tried = nb.fit(task, made, plan, Path(name, "run"), receipt=False, progress=False)
-            scores = nb.evaluate(tried, made, "val")
-            return f"It works: an epoch on demo data was trained, saved and loaded: {scores}"
+            return f"It works: an epoch on demo data was trained, saved and loaded: {nb.evaluate(tried, made, 'val')}"
     if not data:
         raise NbtoolsError("name the data: --data SOURCE")
     made = task.pack(data, **of_pack)

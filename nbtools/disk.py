@@ -17,7 +17,6 @@ from nbtools.show import size
 
 VERSION = "0.3.0"  # of the package, which packs and runs record
 PIECE = 1 << 18  # bytes that are unpacked at once: they stay in the processor's cache
-AWAY = (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)  # Drive gives the first two after a while
 MOUNTS = Path("/proc/self/mounts")  # Linux
 
 
@@ -98,7 +97,6 @@ def walk(folder: Path | str, above: frozenset[tuple[int, int]] = frozenset()) ->
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -130,8 +128,8 @@ def is_slow(path: Path) -> bool:
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether an error means that a disk stopped responding, which says nothing about the file."""
-    return isinstance(error, OSError) and error.errno in AWAY
+    """Return whether an error means that a disk stopped responding, as Drive after a while: the file may be whole."""
+    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
 
 
 @contextmanager

@@ -96,6 +96,7 @@ def onnx_file(run: Run, path: Path, pack: Pack) -> bytes:
     return file.getvalue()
 
 
+@torch.no_grad()
 def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) -> float:
     """Return the largest difference from torch's outputs, relative to values above 1. Raises TrainError."""
     import onnxruntime
@@ -103,9 +104,7 @@ def difference(graph: Graph, content: bytes, batches: list[tuple[Tensor, ...]]) 
     session, worst = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"]), 0.0
     for batch in batches:
         given = {one.name: batch[graph.names.index(one.name)].numpy() for one in session.get_inputs()}
-        with torch.no_grad():
-            pairs = zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True)
-        for ours, theirs in pairs:
+        for ours, theirs in zip(graph(*batch), map(torch.from_numpy, session.run(None, given)), strict=True):
             apart = (ours.double() - theirs).abs().nan_to_num(math.inf) / max(1.0, float(ours.abs().max()))
             worst = max(worst, float(apart.max()))
     if worst > TOLERANCE:

@@ -171,15 +171,22 @@ def prepare(
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
     """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
-    surface, alone = job.surface, not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
-    stop = surface.requests.post
+    state, surface, path, stop = job.state, job.surface, job.folder / RECEIPT, job.surface.requests.post
+    alone = not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone), closing(job):
         with surface:
             cold_start = follow(job, callbacks, begun)
-        checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not job.state.over else "done")
-        job.state.ranks.end()
+        checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not state.over else "done")
+        state.ranks.end()
         with FirstSignal(signal.SIGINT, partial(stop, "stop")) as sigint:
-            finish(job, receipt, cold_start)
+            if state.stopped:
+                surface.report(f"{state.stopped}; to continue, set more epochs")
+            if receipt and not surface.requests.stop and not path.exists():  # under torchrun that of one process
+                with optional("no receipt", surface), work("measuring the receipt", surface.progress):
+                    made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.meter.watch.wall)
+                    own = {"samples": made.samples // state.ranks.world, "cold_start": cold_start}
+                    disk.write_atomic(path, json.dumps({**made.to_dict(), **own}, indent=1))
+                    diagnose(job, surface.report)
         if surface.notebook:
             surface.tell(what_next(Run.open(job.folder, job.task)))
     return sigint.came or surface.interrupts.came
@@ -238,19 +245,6 @@ def act(job: Job, guard: Guard) -> bool:
         with state.meter.watch.paused():
             surface.hold()
             surface.listen()
-
-
-def finish(job: Job, receipt: bool, cold_start: float | None) -> None:
-    """Report why the run stopped early; measure the receipt, under torchrun of one process with its share."""
-    state, surface, path = job.state, job.surface, job.folder / RECEIPT
-    if state.stopped:
-        surface.report(f"{state.stopped}; to continue, set more epochs")
-    if receipt and not surface.requests.stop and not path.exists():
-        with optional("no receipt", surface), work("measuring the receipt", surface.progress):
-            made = measure.receipt(job.task, job.pack, one_share(state), run_s=state.meter.watch.wall)
-            own = {"samples": made.samples // state.ranks.world, "cold_start": cold_start}
-            disk.write_atomic(path, json.dumps({**made.to_dict(), **own}, indent=1))
-            diagnose(job, surface.report)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
             call = call.replace(**plan_for(task, pack, None).given())
     plan, (epoch, step) = plan_for(task, pack, call), last_place(index)
     changed = {name: value for name, value in plan.given().items() if value != index["given"].get(name, ...)}
-    new = old.turn(**{"lr": old.lr, **changed}) if changed else old  # lr follows the batch where a plan is made
+    new = old.turn(**{"lr": old.lr, **changed})  # lr follows the batch where a plan is made
     moved = new.changes_from(old)
     refused, why = moved.keys() & old.fixed_settings(resumed=True).keys(), "has started"
     if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):
@@ -86,7 +86,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
         messages.append(f"resumed at step {step:,} with {train.list_changes(moved)}")
     if (moved or not former.over) and (advice := plan.changes_from(new)):
         messages.append(f"this run keeps its applied settings; this call would change {train.list_changes(advice)}")
-    return (plan if new == plan else new.marked(new.to_dict().keys() - plan.given().keys())), plan, messages
+    return new.marked(new.to_dict().keys() - plan.given().keys()), plan, messages
 
 
 def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:

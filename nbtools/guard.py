@@ -1,7 +1,6 @@
 """The guard resumes training from an earlier checkpoint: from before a change that made it diverge, or that the user
 undoes, with the plan of that time; from the best one, with the current plan; or from the last, checking each step."""
 
-import math
 from collections.abc import Generator
 from typing import Any
 
@@ -78,24 +77,24 @@ class Guard:
 
     def watch(self) -> None:
         """Watch the change from the applied plan to the wanted one, unless an earlier one is still being watched."""
-        if self.anchor is None or len(self.losses()[1]) >= WATCHED:
+        if self.anchor is None or len(self.losses(self.anchor)[1]) >= WATCHED:
             self.job.save()
             self.job.wait()
             index = checkpoint.read_index(self.folder)
             anchor = {"name": index["last"], "plan": self.state.applied.to_dict(), "best": index.get("best")}
             self.anchor = checkpoint.mark(self.folder, anchor=anchor)["anchor"]
 
-    def losses(self) -> tuple[list[float], list[float]]:
+    def losses(self, anchor: dict[str, Any]) -> tuple[list[float], list[float]]:
         """Return the losses of log steps before the watched changes, and since."""
         rows = [row for row in self.job.history.of("step") if "loss" in row]
-        last = checkpoint.place(self.anchor["name"])[1] if self.anchor else math.inf
+        last = checkpoint.place(anchor["name"])[1]
         return [row["loss"] for row in rows if row["step"] <= last], [row["loss"] for row in rows if row["step"] > last]
 
     def has_risen(self, loss: float) -> bool:
         """Return whether the loss of a log step is far above the last WATCHED ones before the watched changes."""
         if self.anchor is None:
             return False
-        before, since = self.losses()
+        before, since = self.losses(self.anchor)
         changed = self.state.applied.changes_from(type(self.state.plan)(**self.anchor["plan"])).keys()
         if before and changed <= Plan().to_dict().keys():  # a task's own setting may weigh a term of the loss
             last = before[-WATCHED:]  # a loss may be negative
@@ -111,7 +110,7 @@ class Guard:
         job, state, anchor, self.way = self.job, self.state, self.anchor, ""
         job.wait()
         index = checkpoint.read_index(self.folder)
-        name, best, what = self.read(why), index.get("best"), ""
+        name, best = self.read(why), index.get("best")
         if why == "best":
             what = "the best checkpoint: "
             if anchor and checkpoint.place(anchor["name"]) > checkpoint.place(name):

@@ -71,20 +71,17 @@ class Run:
     @property
     def receipt(self) -> Receipt | None:
         """Return how much faster it was than the task's baseline, on the machine that trained; None if not measured."""
-        return self.measured(RECEIPT, Receipt)
+        return Receipt.from_dict(read_json(path, "delete it")) if (path := self.folder / RECEIPT).exists() else None
 
     @property
     def verdict(self) -> Verdict | None:
         """Return what this run is bound by, and the one change worth making; None if it was not measured."""
-        return self.measured(VERDICT, Verdict)
+        return Verdict.from_dict(read_json(path, "delete it")) if (path := self.folder / VERDICT).exists() else None
 
     @property
     def lr_trial(self) -> LrTrial | None:
         """Return which learning rates were tried before it, with their losses; None if none were."""
         return LrTrial.from_dict(tried) if (tried := self.index.get("lr_trial")) else None
-
-    def measured(self, name: str, kind: Any) -> Any:
-        return kind.from_dict(read_json(self.folder / name, "delete it")) if (self.folder / name).exists() else None
 
     @property
     def state(self) -> str:
@@ -123,9 +120,8 @@ class Run:
         """Return a row per epoch, from 1: losses, metrics, samples/s, share of waiting, seconds, lr, batch, MiB."""
         frame = self.history.frame("epoch")
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
-        scores = frame.filter(regex="^(train|val)_")
-        rest = frame.drop(columns=scores.columns)
-        return scores.join(rest.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|memory"))
+        speed = frame.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|^(gpu_)?memory")
+        return frame.filter(regex="^(train|val)_").join(speed)
 
     def __fspath__(self) -> str:
         return str(self.folder)

@@ -147,7 +147,6 @@ def closing(kernel: Any) -> bool:
 
 
 def flush() -> None:
-    """Send what was printed."""
     for out in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # None, closed, or a test's replacement
             out.flush()

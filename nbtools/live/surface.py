@@ -7,7 +7,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any, Self
 
 from torch.distributed import is_torchelastic_launched
@@ -26,8 +25,7 @@ LOOK_EVERY = 0.25  # seconds between looks for control.json, and between updates
 
 
 class Surface(View):
-    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Enter it while the run
-    lasts.
+    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Entered while it lasts.
 
     looking: a requested evaluation is running, which a pause lets finish. undoable: whether a change can be undone.
     """
@@ -61,7 +59,7 @@ class Surface(View):
             self.entered = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: Any) -> None:
         stopped = (self.requests.stop and not self.state.over) or isinstance(error, KeyboardInterrupt)
         status = facts.STOPPED if stopped else facts.DONE if error is None else facts.FAILED
         status = facts.DIVERGED if isinstance(error, Diverged) else status
@@ -95,7 +93,6 @@ class Surface(View):
         return dataclasses.replace(record, values={**record.values, **(self.sampler.latest or {})})
 
     def update(self, record: Record) -> None:
-        """Show a record when it is due."""
         self.advance(record)
         self.looking = self.looking and (self.state.evaluate_next or record.kind == "evaluating")
         if record.kind in ("step", "evaluating"):
@@ -109,8 +106,7 @@ class Surface(View):
         self.draw(self.status)
 
     def listen(self) -> bool:
-        """Read clicks, control.json and the kernel's shutdown; return whether something is pending, other than a change
-        of settings, which the loop applies."""
+        """Read clicks, control.json and the kernel's shutdown; return whether more than changed settings is pending."""
         self.messages.handle()
         if closing(running_kernel()):
             self.requests.post("stop", by="the kernel's shutdown")

@@ -37,10 +37,9 @@ def timed(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 2.0) -> Timin
 
 def in_turns(steppers: Sequence[Stepper], seconds: float) -> None:
     """Train each in rounds for about `seconds` in all: at least three, but one where they take over twice that."""
-    clock = steppers[0].clock
-    start, each = clock(), seconds / ROUNDS / len(steppers)
+    start, each = steppers[0].clock(), seconds / ROUNDS / len(steppers)
     for number in range(ROUNDS):
-        if number and clock() - start > seconds * (1 if number >= LEAST_ROUNDS else 2):
+        if number and steppers[0].clock() - start > seconds * (1 if number >= LEAST_ROUNDS else 2):
             break
         for stepper in steppers:
             stepper.turn(each)

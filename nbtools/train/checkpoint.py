@@ -104,7 +104,6 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def names_in(index: dict[str, Any]) -> set[str]:
-    """Return the names of the checkpoints in an index."""
     anchor = index.get("anchor", {})
     return {index.get("last"), index.get("best"), anchor.get("name"), anchor.get("best")} - {None}
 
@@ -177,11 +176,10 @@ class Keeper:
         self.queue.put(True)
 
     def work(self) -> None:
-        more = True
-        while more:
-            more = self.queue.get()
+        for _ in iter(self.queue.get, False):  # which `close` puts last
             if self.queue.empty():  # else what comes next brings this too
                 self.attempt()
+        self.attempt()
 
     def attempt(self) -> None:
         try:
@@ -208,16 +206,13 @@ class Keeper:
                 rule = "another session has kept its run there since, or the disk was changed"
                 raise CheckpointError(f"{rule}; to keep this one, name another keep=")
             data = json.dumps(index, indent=1).encode() if path.name == INDEX else path.read_bytes()
-            if disk.exists(there) and there.read_bytes() == data:
-                continue
-            if FILE.fullmatch(path.name):  # the facts of a checkpoint, which have the hash of its tensors
-                tensors = path.with_suffix(".safetensors")
-                disk.write_atomic(self.target / tensors.name, tensors.read_bytes())
-            disk.write_atomic(there, data)
+            if not disk.exists(there) or there.read_bytes() != data:
+                if FILE.fullmatch(path.name):  # the facts of a checkpoint, which have the hash of its tensors
+                    disk.write_atomic(there.with_suffix(".safetensors"), path.with_suffix(".safetensors").read_bytes())
+                disk.write_atomic(there, data)
         self.kept = f"step {place(index['last'])[1]:,}"
         for path in self.target.iterdir():
-            gone = path.stem not in names_in(index) and not (self.source / path.name).exists()
-            if gone and FILE.fullmatch(path.name):
+            if FILE.fullmatch(path.name) and not (path.stem in names_in(index) or (self.source / path.name).exists()):
                 path.write_bytes(b"")  # Drive keeps what is deleted for 30 days, and counts it
                 path.unlink(missing_ok=True)
 

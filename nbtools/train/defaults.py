@@ -26,7 +26,6 @@ Pair = tuple[Tensor | float, Tensor | float]
 BINS, WIDTH = 2048, 1 / 64  # logits from -16 to 16, between which average precision tells no finer than this
 FEW = 8  # numbers of an answer that are shown
 PREPARED = "as `batch` makes it; default: channels first, bytes as 0 to 1, minus options' mean over its std"
-SURE = 0.5  # probability above which a label is answered
 STRENGTHS = {"crop": 1 / 8, "flip": 0.5, "colour": 0.3}  # where none is given, in the order in which they are applied
 
 
@@ -36,7 +35,6 @@ def packed_dataset(card: Card | None) -> bool:
 
 
 def images_of(card: Card) -> list[str]:
-    """Return the inputs that are images."""
     return [name for name in card.options["inputs"] if card.columns[name].layout]
 
 
@@ -118,8 +116,7 @@ def require_augmentable(card: Card, names: Any) -> None:
 def augment(batch: Batch, card: Card, images: Collection[str], draws: Draws, names: Any) -> Batch:
     """Return the batch with its images (B, C, H, W) float32 augmented, those of a sample alike, and the points and
     boxes on them. What becomes of an image depends on seed, epoch and sample only, whatever the batch."""
-    wanted, batch = strengths(names), dict(batch)
-    batch |= {name: batch[name].float() for name in images}
+    wanted, batch = strengths(names), batch | {name: batch[name].float() for name in images}
     if "crop" in wanted:
         bits = draws.bits((2,))
         batch |= {name: crop(batch[name], bits, wanted["crop"]) for name in images}
@@ -223,7 +220,7 @@ def mean_average_precision(true: Tensor, all: Tensor) -> float:
     return float(average.nanmean().nan_to_num())  # 0 / 0 of a label that no sample has
 
 
-METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
+METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {  # kinds, "-" if lower is better, measure
     "accuracy": ("classes", "", partial(top, 1)),
     "top5_accuracy": ("classes", "", partial(top, 5)),
     "balanced_accuracy": ("classes", "", partial(per_class, f1=False)),
@@ -232,7 +229,6 @@ METRICS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Pair]]] = {
     "mae": ("values", "-", lambda values, y: ((values - y).abs().sum(), y.numel())),
     "mse": ("values", "-", lambda values, y: ((values - y).square().sum(), y.numel())),
 }
-"""Name → kinds of target, "-" where lower is better, (outputs, targets) → Pair."""
 
 
 def as_tuple(metrics: Any) -> tuple[Any, ...]:
@@ -294,7 +290,7 @@ class Labels(tuple[Answer, ...]):
 
 
 def answers(outputs: Any, card: Card) -> list[Any]:
-    """Return classes with their probability, or all labels above SURE with theirs; values as numbers, lists of D
+    """Return classes with their probability, or all labels above 0.5 with theirs; values as numbers, lists of D
     numbers, or arrays of the targets' shape; of other packs, and maps of classes, the outputs row by row."""
     kind, outputs = card.options["kind"], logits_of(outputs)
     if kind == "values":
@@ -304,7 +300,7 @@ def answers(outputs: Any, card: Card) -> list[Any]:
             return values.tolist() if values.dim() < 3 else list(values.cpu().numpy())
     elif kind == "labels":
         rows = class_logits(outputs, card).float().sigmoid().tolist()
-        return [Labels(Answer(*pair) for pair in zip(card.classes, row, strict=True) if pair[1] > SURE) for row in rows]
+        return [Labels(Answer(*pair) for pair in zip(card.classes, row, strict=True) if pair[1] > 0.5) for row in rows]
     elif kind == "classes" and outputs.shape[1:] == (len(card.classes),):
         best = outputs.float().softmax(1).max(1)
         return [Answer(card.classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]

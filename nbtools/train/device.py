@@ -128,9 +128,8 @@ def again(part: nn.Module, *inputs: Any) -> Any:
 
 @contextmanager
 def still(part: nn.Module) -> Iterator[None]:
-    norms = [module for module in part.modules() if isinstance(module, _BatchNorm) and module.training]
-    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
+    kept = [(m, m.momentum, m.num_batches_tracked) for m in part.modules() if isinstance(m, _BatchNorm) and m.training]
+    for norm, *_ in kept:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield

@@ -34,17 +34,16 @@ class Sums:
         self.totals: dict[str, Tensor] = {}  # name → (2,), (2, K) or (2, K, bins) float64, float32 on MPS
 
     def add(self, pairs: Mapping[str, Pair]) -> None:
+        to: Any = {"dtype": sum_dtype(self.device), "device": self.device}
         for name, pair in pairs.items():
-            to: Any = {"dtype": sum_dtype(self.device), "device": self.device}
-            pair = [torch.as_tensor(each, **to) if isinstance(each, np.ndarray) else each for each in pair]
-            shape = pair[0].shape if isinstance(pair[0], Tensor) else ()
+            shape = np.shape(pair[0])
             if name not in self.totals:
                 self.totals[name] = torch.zeros((2, *shape), **to)
             if self.totals[name].shape[1:] != shape:
                 came = f"{tuple(self.totals[name].shape[1:])} and {tuple(shape)}"
                 raise TrainError(f"metric {name} must be sums of one shape for all batches, got {came}; sum it up")
             for total, value in zip(self.totals[name], pair, strict=True):
-                total += value
+                total += torch.as_tensor(value, **to) if isinstance(value, np.ndarray) else value
 
     def read(self) -> dict[str, float]:
         """Return name → numerator / denominator, 0 if nothing was counted; for classes, the mean over those counted."""

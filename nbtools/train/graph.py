@@ -14,18 +14,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nbtools import data, disk
 from nbtools.train.defaults import Batch
-from nbtools.train.device import within_memory
+from nbtools.train.device import T, within_memory
 
 Sums = tuple[Tensor, Tensor | float]  # of the loss, and of how many terms
 Act = Callable[[Batch], Sums]
-T = TypeVar("T")
 WARM_UP = 2  # steps of a shape before the one that is recorded
 MOST_GRAPHS = 8  # shapes that are recorded: each keeps a batch, and what its step has alive at a time
 NEAR, NEAR_STEP = 1e-3, 0.1  # differences of two equal losses, which a GPU may add in another order, and updates
@@ -58,7 +57,7 @@ class Graphs:
         shapes = tuple(tensor.shape for tensor in raw.values())
         if shapes in self.recorded:
             inputs, replay, sums = self.recorded[shapes]
-            overwrite([*inputs.values()], [*raw.values()])
+            torch._foreach_copy_([*inputs.values()], [*raw.values()])  # pyright: ignore[reportPrivateImportUsage]
             replay()
             self.replayed += 1
             return sums
@@ -102,11 +101,11 @@ class Graphs:
         return eager
 
     def copy(self, written: list[Tensor]) -> list[Tensor]:
-        """Return copies of tensors, and of the state of random numbers."""
         return [*(tensor.detach().clone() for tensor in written), self.numbers.get_state()]
 
+    @torch.no_grad()
     def restore(self, written: list[Tensor], copies: list[Tensor]) -> None:
-        overwrite(written, copies[:-1])
+        torch._foreach_copy_(written, copies[:-1])  # pyright: ignore[reportPrivateImportUsage]
         self.numbers.set_state(copies[-1])
 
     def give_up(self, why: str) -> None:
@@ -118,11 +117,6 @@ class Graphs:
         """Forget all recorded steps: for their memory, or where a plan or other tensors take the place of theirs."""
         self.recorded: dict[tuple[torch.Size, ...], tuple[Batch, Callable[[], Any], Sums]] = {}
         self.seen: Counter[tuple[torch.Size, ...]] = Counter()
-
-
-@torch.no_grad()
-def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
-    torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @torch.no_grad()

@@ -76,11 +76,9 @@ class History:
             self.write()
 
     def write(self) -> None:
-        """Write all rows anew."""
         if self.path is not None:
-            header = dict(zip(self.columns, self.columns, strict=True))
             with disk.explained("writing the history", self.path):
-                disk.write_atomic(self.path, self.lines([header, *self.rows]))
+                disk.write_atomic(self.path, self.lines([{name: name for name in self.columns}, *self.rows]))
             self.whole = True
 
     def lines(self, rows: list[dict[str, Any]]) -> bytes:

@@ -100,8 +100,7 @@ def needs_regrouping(state: TrainState) -> bool:
 
 
 def between_steps(state: TrainState, feed: Feed, pack: Pack) -> Iterator[Record]:
-    """Apply a changed plan and evaluate, until nothing more is requested. Returns early where the batch size changed:
-    the epoch is regrouped before anything else."""
+    """Apply changed plans and evaluate until nothing is requested, or a new batch size asks to regroup the epoch."""
     while state.agree().plan is not state.applied or state.evaluate_next:
         yield from state.meter.rows()
         if state.plan is not state.applied:

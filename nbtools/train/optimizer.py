@@ -17,8 +17,6 @@ from nbtools.show import plural
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule."""
-
     kind: Callable[..., Optimizer]
     settings: Callable[[Any], dict[str, Any]]  # those of a plan that may change while it trains
     buffers: tuple[str, ...]  # kept for each parameter, of its shape; `step` is a count

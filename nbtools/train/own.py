@@ -1,7 +1,4 @@
-"""classify and regress: tasks in one line, for a network and a pack of `nb.pack`.
-
-B samples, K classes or labels, D values.
-"""
+"""classify and regress: tasks in one line, for a pack of `nb.pack`. B samples, K classes or labels, D values."""
 
 import copy
 import inspect
@@ -12,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, autocast, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from nbtools.data import TARGET, Card, Draws
@@ -98,8 +94,7 @@ class classify(Task):
         if self.kind == "values":
             kinds = () if is_of(self.criterion, UNSCALED) else (nn.ReLU, nn.Softplus, nn.Sigmoid, nn.Tanh)
         values = defaults.logits_of(outputs).float() if kinds else torch.zeros(0)
-        made = {kind.__name__: ends[kind].float().flatten() for kind in kinds if kind in ends}
-        same = [name for name, last in made.items() if torch.equal(last, values.flatten())]
+        same = [k.__name__ for k in kinds if k in ends and torch.equal(ends[k].float().flatten(), values.flatten())]
         shares = nn.Softmax in kinds and self.card.options["kind"] == "classes" and values.shape[1] > 1
         if shares and (values >= 0).all():
             same += ["softmax"] * torch.allclose(values.sum(1), torch.ones_like(values[:, 0]), atol=1e-3)
@@ -173,7 +168,6 @@ class regress(classify):
         return F.mse_loss(outputs, y, reduction="sum"), y.numel()
 
     def in_units(self, outputs: Any) -> Tensor:
-        """Return values in the targets' own unit."""
         values = defaults.logits_of(outputs)
         values = defaults.values_like(values, (len(values), *defaults.shape_of(self.card, TARGET)))
         if is_of(self.criterion, UNSCALED):
@@ -213,7 +207,7 @@ def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
 def maker_of(optimizer: Any) -> Callable[[Any, Any], Any]:
     """Return a function of (groups, plan) that makes the optimizer, of what `classify` takes. Raises TrainError."""
     kind, given = getattr(optimizer, "func", optimizer), getattr(optimizer, "keywords", {})
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and "lr" not in given:
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and "lr" not in given:
         return lambda groups, plan: optimizer(groups, lr=plan.lr)
     if callable(kind) and not isinstance(kind, type):
         return optimizer

@@ -24,7 +24,6 @@ AT_START = ("feed", "workers", "prefetch", "checkpoint_activations", "graph")
 ADVISED = {"lr", "batch_size"}  # what advice chooses where a call gives neither
 LR_FACTORS: dict[str, Callable[[float], float]] = {"none": lambda k: 1.0, "sqrt": math.sqrt, "linear": lambda k: k}
 """The choices of `lr_rule` → the factor on lr for a batch k times as large."""
-POLY_POWER = 0.9  # BiSeNetV2's and DeepLab's
 ELSEWHERE = {"amp": "precision fp16 bf16", "betas": "momentum", "run": "output_dir out", "processes": "gpus devices"}
 ELSEWHERE |= {"lr": "learning_rate", "weight_decay": "wd", "batch_size": "bs"}  # setting → its names elsewhere
 DECAY = 0.01  # torch's of AdamW: what a weight decay is compared with where none is advised
@@ -157,7 +156,7 @@ class Plan(Settings):
         if self.schedule in ("plateau", "step"):
             return max(self.min_lr, self.lr * 0.1**drops)
         t = min(1.0, (progress - self.warmup_epochs) / max(self.epochs - self.warmup_epochs, 1e-9))
-        fall = (1 + math.cos(math.pi * t)) / 2 if self.schedule == "cosine" else (1 - t) ** POLY_POWER
+        fall = (1 + math.cos(math.pi * t)) / 2 if self.schedule == "cosine" else (1 - t) ** 0.9  # BiSeNetV2, DeepLab
         return self.min_lr + (self.lr - self.min_lr) * fall
 
     def length_of(self, samples: int) -> str:
@@ -282,7 +281,6 @@ def similar(name: str, known: Collection[str]) -> list[str]:
 
 
 def list_changes(changes: Mapping[str, str]) -> str:
-    """Return the changes of `changes_from` in a sentence."""
     return ", ".join(f"{name} {change}" for name, change in changes.items())
 
 

@@ -92,7 +92,6 @@ class Ranks:
         return self.world if size >= 2 * self.world else 1
 
     def share(self, ids: np.ndarray) -> np.ndarray:
-        """Return this rank's share of a batch."""
         return np.array_split(ids, shares := self.shares(len(ids)))[self.rank % shares]
 
     def seed(self, *numbers: int) -> None:

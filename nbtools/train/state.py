@@ -24,7 +24,6 @@ from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, as_task, bind, build
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
-RECOVERY = ("micro", "careful_until", "skipped")  # what failed steps left behind
 EMULATED = "this GPU only emulates bfloat16, which is slow: set amp=fp16"
 T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -115,7 +114,6 @@ class TrainState:
         return self.stopped is not None or (self.epoch >= self.plan.epochs and not self.segments)
 
     def record(self, kind: str, values: dict[str, Any] | None = None) -> Record:
-        """Return a record of this moment."""
         return Record(kind, self.epoch, self.step, self.samples, values or {})
 
     def begin(self) -> None:
@@ -145,11 +143,10 @@ class TrainState:
         except TrainError:
             self.plan = self.applied
             raise
-        if self.ranks.world > 1:
-            plan = self.plan.to_dict() if self.plan is not self.applied else None
-            plan, self.evaluate_next, self.stopped = self.ranks.broadcast((plan, self.evaluate_next, self.stopped))
-            if not self.ranks.first:
-                self.plan = self.applied if plan is None else type(self.plan)(**plan)
+        plan = self.plan.to_dict() if self.plan is not self.applied else None
+        plan, self.evaluate_next, self.stopped = self.ranks.broadcast((plan, self.evaluate_next, self.stopped))
+        if not self.ranks.first:
+            self.plan = self.applied if plan is None else type(self.plan)(**plan)
         return self
 
     def judge(self, values: Mapping[str, Any]) -> None:
@@ -197,7 +194,7 @@ class TrainState:
             "position": copy.deepcopy({name: getattr(self, name) for name in POSITION}),  # written while it trains on
             "meter": self.meter.facts(),
             "best": asdict(self.best),
-            "recovery": {name: getattr(self, name) for name in RECOVERY},
+            "recovery": {"micro": self.micro, "careful_until": self.careful_until, "skipped": self.skipped},
             "stopped": self.stopped,
             "scaler": self.scaler.state_dict(),
             "groups": [{k: v for k, v in g.items() if type(v) in (int, float)} for g in self.optimizer.param_groups],

@@ -81,7 +81,7 @@ def replay(state: TrainState, graphs: Graphs, raw: Batch) -> Sums:
     def written() -> list[Tensor]:
         models = [state.model] if state.ema is None else [state.model, state.ema]
         moments = (value for value in state.moments().values() if isinstance(value, Tensor))
-        return [*(tensor for model in models for tensor in tensors(model)), *moments]
+        return [*(tensor for model in models for tensor in (*model.parameters(), *model.buffers())), *moments]
 
     state.keys.of(state.applied.seed, state.epoch)
     kind = state.task, state.model, state.applied.amp, state.applied.channels_last
@@ -106,7 +106,7 @@ def gradients(state: TrainState, raw: Batch, size: int) -> Sums:
             part_sum, part_count = backward(state, part, size / shares)
         loss_sum, count = loss_sum + part_sum, count + part_count
     loss_sum, count = ranks.total(loss_sum, count, shares)
-    factor = size / denominator_of(count)
+    factor = size / (count + (count == 0))
     if isinstance(factor, Tensor) or factor != 1:
         kept = [p.grad for p in state.parameters if p.grad is not None]
         like = factor.to(kept[0].dtype) if isinstance(factor, Tensor) else factor  # else it takes a kernel for each
@@ -123,7 +123,8 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
         batch = {**batch, **{k: v.contiguous(memory_format=torch.channels_last) for k, v in images.items()}}
     with autocast(plan, state.device):
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
-    state.scaler.scale(loss_sum / denominator_of(denominator or count)).backward()  # scaled in fp16 only
+    terms = denominator or count  # a batch in which nothing counts has loss 0, not NaN
+    state.scaler.scale(loss_sum / (terms + (terms == 0))).backward()  # scaled in fp16 only
     return loss_sum.detach(), count
 
 
@@ -158,22 +159,13 @@ def average(state: TrainState, mean: nn.Module) -> None:
     """Update the moving average of weights and buffers; those that are not floats, such as counters, are copied.
     `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait."""
     share = 1 - (state.applied.ema or 0) if state.step else 1.0  # the first average is the weights themselves
-    pairs = [*zip(tensors(mean), tensors(state.model), strict=True)]
+    means, latest = ((*model.parameters(), *model.buffers()) for model in (mean, state.model))
+    pairs = [*zip(means, latest, strict=True)]
     averaged, values = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
     torch._foreach_lerp_(averaged, values, share)  # pyright: ignore
     for there, value in pairs:
         if not there.is_floating_point():
             there.copy_(value)
-
-
-def tensors(model: nn.Module) -> list[Tensor]:
-    """Return its parameters and buffers, each once, also where modules share it."""
-    return [*model.parameters(), *model.buffers()]
-
-
-def denominator_of(count: Tensor | float) -> Tensor | float:
-    """Return what to divide a sum by: a batch in which nothing counts has loss 0, not NaN."""
-    return count + (count == 0)
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
@@ -201,12 +193,11 @@ def gradients_in_memory(state: TrainState, raw: Batch, size: int) -> Sums:
         release(state)
         ranks, micro = state.ranks, min(state.micro or size, size)
         norms = any(isinstance(layer, _BatchNorm) for layer in state.model.modules())
+        few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
+        rule = f"with {few} ({reason}); use a smaller network or samples"
         if ranks.world > 1:
             rule = f"on rank {ranks.rank} of {ranks.world} ({reason}); set a smaller micro_batch_size"
-            raise TrainError(f"out of memory {rule}", entry="Out of memory")
-        if micro // 2 < 1 + norms:
-            few = "two samples at a time, and BatchNorm needs two" if norms else "one sample at a time"
-            rule = f"with {few} ({reason}); use a smaller network or samples"
+        if ranks.world > 1 or micro // 2 < 1 + norms:
             raise TrainError(f"out of memory {rule}", entry="Out of memory")
         state.micro = micro // 2
         state.events.append(f"out of memory: micro batch {micro} → {micro // 2}; effective batch and lr unchanged")

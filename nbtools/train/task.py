@@ -1,7 +1,4 @@
-"""Task: what is trained, hook by hook, and how a run finds it again.
-
-B samples, H and W pixels, K classes.
-"""
+"""Task: what is trained, hook by hook, and how a run finds it again. B samples, H and W pixels, K classes."""
 
 import copy
 import dis
@@ -22,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
@@ -36,8 +31,7 @@ from nbtools.train.plan import ADVISED, Plan
 PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): that of the columns."""
-TaskLike = Any
-"""What `nb.fit` and the like accept as a task: a `Task`, or a module, class or object with some of its hooks."""
+TaskLike = Any  # what `nb.fit` and the like accept: a `Task`, or a module, class or object with some of its hooks
 
 
 class Lacking(TrainError, AttributeError):
@@ -80,7 +74,7 @@ class Task:
         `"decays": False` for no weight decay."""
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
-    def optimizer(self, groups: list[dict[str, Any]], plan: Any) -> Optimizer:
+    def optimizer(self, groups: list[dict[str, Any]], plan: Any) -> torch.optim.Optimizer:
         """Return the optimizer of these groups, each with its `lr`, which schedule and panel multiply later. A
         custom one keeps its own weight decay and betas, whatever the plan's."""
         return plan_optimizer(groups, plan)
@@ -198,7 +192,7 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     model = task.model(card, plan)
     if not isinstance(model, nn.Module):
         raise TrainError(f"{title_of(task)}: model must return a torch.nn.Module, got {type(model).__name__}")
-    if any(map(is_lazy, model.parameters())):
+    if any(map(nn.parameter.is_lazy, model.parameters())):
         fix = "give the layers their sizes, or call the network on a sample first"
         raise TrainError(f"{title_of(task)}: the network has lazy layers, whose sizes are unknown so far; {fix}")
     if isinstance(model, nn.DataParallel | jit.ScriptModule) or hasattr(model, "_orig_mod"):  # torch.compile's

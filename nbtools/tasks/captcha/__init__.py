@@ -16,4 +16,4 @@ from nbtools.tasks.captcha.task import (
     suggest,
     tensors,
 )
-from nbtools.tasks.captcha.visualize import preview, show, text_of
+from nbtools.tasks.common.texts import preview, show, text_of

@@ -38,9 +38,7 @@ class Plan(BasePlan):
     bucket: int = bucket_knob("columns")
 
 
-BASELINE = Plan(
-    epochs=150, batch_size=64, optimizer="adam", lr=2e-4, min_lr=1e-6, eval_every=5, feed="workers", workers=0
-)
+BASELINE = Plan(epochs=150, batch_size=64, optimizer="adam", lr=2e-4, min_lr=1e-6, eval_every=5, feed="workers")
 """The guide's "before": every image decoded again in the main process, no mixed precision."""
 
 GUIDE = BASELINE.replace(batch_size=512, amp="fp16", workers=12)
@@ -135,10 +133,9 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
 
 def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     """Return char_accuracy and whole_accuracy; for lines cer, ar, cr and whole_accuracy."""
-    labels = batch["label"]
     if isinstance(outputs, tuple):
-        return text_metrics(ctc.greedy(outputs), ctc.texts(labels, batch["label_length"]))
-    right = outputs.argmax(2) == labels
+        return text_metrics(ctc.greedy(outputs), ctc.texts(batch["label"], batch["label_length"]))
+    right = outputs.argmax(2) == batch["label"]
     return {"char_accuracy": (right.sum(), right.numel()), "whole_accuracy": (right.all(1).sum(), len(right))}
 
 

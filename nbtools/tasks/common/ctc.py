@@ -27,8 +27,7 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
     """Return the sum over samples, or with reduction="none" of each (B,); fp32 and outside autocast, which does not
     list CTC: bf16 raises there, fp16 gives NaN.
 
-    Raises TrainError for deterministic training on CUDA where cuDNN cannot be used: torch has no deterministic kernel
-    (LossCTC.cu).
+    Raises TrainError for deterministic training on CUDA without cuDNN: torch's kernel (LossCTC.cu) is not.
     """
     logits, steps = outputs
     device = logits.device.type
@@ -42,15 +41,13 @@ def loss(outputs: Outputs, labels: Tensor, lengths: Tensor, reduction: str = "su
         limit = f"cuDNN's, where it works, takes texts of up to {MOST_LABELS} characters"
         raise TrainError(f"{rule} ({limit}); set deterministic=False, or train on a CPU")
     with torch.autocast(device, enabled=False):
-        log_probs = logits.float().log_softmax(2)
-        return F.ctc_loss(log_probs, labels + 1, steps, lengths, blank=BLANK, reduction=reduction)
+        return F.ctc_loss(logits.float().log_softmax(2), labels + 1, steps, lengths, BLANK, reduction)
 
 
 def greedy(outputs: Outputs) -> list[list[int]]:
     """Return the best class of every real time step, repeats merged, blanks dropped; places in classes."""
     logits, steps = outputs
-    best = texts(logits.argmax(2).t(), steps)
-    return [[place - 1 for place, _ in groupby(row) if place != BLANK] for row in best]
+    return [[place - 1 for place, _ in groupby(row) if place != BLANK] for row in texts(logits.argmax(2).t(), steps)]
 
 
 def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:

@@ -23,19 +23,16 @@ HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")  # what systems leave behind: .DS_St
 DEMO = ".nbtools-demo"  # names of the files that a demo wrote; hidden, so that packing skips it
 
 SEPARATORS = (",", ";", "\t", "|", " ")
-JUDGED = 100  # rows that decide on the separator
 HEADS = ("file", "filename", "id", "image", "images", "image_path", "img", "name", "path")  # first cells of headers
 
 Rows = list[tuple[int, list[str]]]
-File = tuple[str, Callable[[], bytes]]
-"""(name relative to the folder, what computes its content)."""
+File = tuple[str, Callable[[], bytes]]  # (name relative to the folder, what computes its content)
 
 
 def walk(folder: Path) -> list[str]:
     """Return all files below a folder, relative to it, sorted; hidden ones are left out."""
     start = len(os.path.join(folder, ""))
-    names = (item.path[start:] for item in disk.walk(folder))
-    return sorted(name for name in names if not HIDDEN.search(name))
+    return sorted(name for item in disk.walk(folder) if not HIDDEN.search(name := item.path[start:]))
 
 
 def split_of(name: str) -> str | None:
@@ -66,11 +63,11 @@ def on_white(image: Image.Image, mode: str = "RGB") -> Image.Image:
 
 
 def read_rows(text: str, file: str, fits: Callable[[list[str]], bool], heads: Collection[str] = HEADS) -> Rows:
-    """Return (line number, cells) of each row that is not empty, cut at the separator with which most rows fit: comma,
-    semicolon, tab, bar or blanks; at the comma if none does. A first row that does not fit and begins with one of
-    `heads` is a header, and left out. Raises Refused for no CSV."""
+    """Return (line number, cells) of each row that is not empty, cut at the separator with which most of the first 100
+    fit: comma, semicolon, tab, bar or blanks; at the comma if none does. A first row that does not fit and begins with
+    one of `heads` is a header, and left out. Raises Refused for no CSV."""
     cuts = [partial(csv_rows, text, separator, file) for separator in SEPARATORS]
-    rows = list(max(cuts, key=lambda cut: sum(fits(cells) for _, cells in islice(cut(), JUDGED)))())
+    rows = list(max(cuts, key=lambda cut: sum(fits(cells) for _, cells in islice(cut(), 100)))())
     headed = bool(rows) and not fits(rows[0][1]) and rows[0][1][0].casefold() in heads
     return rows[headed:]
 

@@ -1,5 +1,6 @@
 """Handwritten lines of text: pages of CASIA-HWDB, or any folder of images of lines, and networks with CTC."""
 
+from nbtools.tasks.common.texts import preview, show, text_of
 from nbtools.tasks.hwdb.data import pack, pack_options, read, survey, validate
 from nbtools.tasks.hwdb.decode import peaks_of, scores, search
 from nbtools.tasks.hwdb.demo import demo
@@ -18,4 +19,3 @@ from nbtools.tasks.hwdb.task import (
     suggest,
     tensors,
 )
-from nbtools.tasks.hwdb.visualize import preview, show, text_of

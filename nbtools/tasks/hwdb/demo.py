@@ -133,8 +133,7 @@ def glyph(character: str, size: int, seed: int, font: Path | None) -> Image.Imag
 
 def soft(cells: Sequence[Image.Image]) -> np.ndarray:
     """Return (N, S, S) uint8 with a slope along the strokes; thin ones are brought to the same peak as thick ones."""
-    radius = BLUR * cells[0].width
-    ink = np.stack([np.asarray(cell.filter(ImageFilter.GaussianBlur(radius))) for cell in cells])
+    ink = np.stack([np.asarray(cell.filter(ImageFilter.GaussianBlur(BLUR * cell.width))) for cell in cells])
     peak = max(np.quantile(ink.max(axis=(1, 2)), 0.1), 32)
     return np.minimum(ink * (255 / peak), 255).astype(np.uint8)
 

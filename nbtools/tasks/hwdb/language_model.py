@@ -18,10 +18,8 @@ import numpy as np
 
 from nbtools.data import drive_path
 from nbtools.errors import PackError
-from nbtools.tasks.common.files import characters, read_text
+from nbtools.tasks.common.files import characters, read_text, require
 from nbtools.tasks.hwdb.data import UNKNOWN
-
-FALLBACK = (0.5, 1.0, 1.5)  # discounts where a text is too small to estimate them: KenLM's --discount_fallback
 
 Texts = Iterable[str] | Path | str
 
@@ -49,8 +47,7 @@ class NGram:
         no class is left out; other characters that are no class count as UNKNOWN, or are left out where that is no
         class. Raises PackError.
         """
-        if order not in range(2, 9):
-            raise PackError(f"NGram.train: order must be a whole number from 2 to 8, got {order!r}")
+        require(order in range(2, 9), "NGram.train: order must be a whole number from 2 to 8", order)
         size = len(classes) + 1
         keys, shorter, counts, starts = count_arcs(symbols_of(texts, classes), order, size)
         return NGram(order, tuple(classes), keys, shorter, *smooth(keys, shorter, counts, starts, size))
@@ -126,13 +123,13 @@ def smooth(
 
 
 def discounts(counts: np.ndarray) -> np.ndarray:
-    """Return (4,): what is taken from a count of 0, 1, 2, and 3 or more, by Chen & Goodman, or FALLBACK."""
+    """Return (4,): what is taken from a count of 0, 1, 2, and 3 or more, by Chen & Goodman."""
     n = np.bincount(np.minimum(counts, 5), minlength=6)[1:5].astype(float)
     if n.min() > 0:
         estimates = np.arange(1, 4) - np.arange(2, 5) * n[0] / (n[0] + 2 * n[1]) * n[1:] / n[:-1]
         if (estimates > 0).all():
             return np.append(0, estimates)
-    return np.array([0, *FALLBACK])
+    return np.array([0, 0.5, 1.0, 1.5])  # too small a text to estimate them: KenLM's --discount_fallback
 
 
 def symbols_of(texts: Texts, classes: Sequence[str]) -> np.ndarray:

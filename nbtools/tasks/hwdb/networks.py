@@ -73,7 +73,7 @@ class Slim(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         x, lengths = batch["image"], batch["image_length"]
-        half, steps = stride_length(lengths, 2), stride_length(lengths, 4)
+        half, steps = (lengths + 1) // 2, (lengths + 3) // 4
         recompute = self.recompute and self.training
         x = run(self.stem, x, beyond(half, (x.shape[3] + 1) // 2), recompute)
         x = run([*self.middle, *self.head], x, beyond(steps, (x.shape[3] + 1) // 2), recompute)
@@ -81,11 +81,6 @@ class Slim(nn.Module):
 
 
 NETWORKS: dict[str, type[Hctr] | type[Slim]] = {"hctr": Hctr, "slim": Slim}
-
-
-def stride_length(columns: Tensor, stride: int) -> Tensor:
-    """Return the number of columns left after strides and pools that round up."""
-    return (columns + stride - 1) // stride
 
 
 def beyond(lengths: Tensor, width: int) -> Tensor:
@@ -193,4 +188,4 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor, recompute: bool) -> tuple[Tensor, Tensor]:
         x = run(self.parts, x, beyond(lengths, x.shape[3]), recompute)
-        return self.dropout(F.max_pool2d(x, 2, ceil_mode=True)), stride_length(lengths, 2)
+        return self.dropout(F.max_pool2d(x, 2, ceil_mode=True)), (lengths + 1) // 2

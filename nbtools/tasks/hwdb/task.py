@@ -21,12 +21,9 @@ from nbtools.tasks.hwdb.data import HCTR_HEIGHT
 from nbtools.train import Batch, Pair, Tensors, knob
 from nbtools.train import Plan as BasePlan
 
-Outputs = tuple[Tensor, Tensor]
-
 BEST = "-cer"
 CHOICES = ("auto", *networks.NETWORKS)
 LINES_A_CLASS = 150  # to train on, over all epochs: that many read the demo's new writers with CER 0.02 (measured)
-SHORT = 12  # epochs up to which augmentation stays mild
 STRETCH, SLANT = 0.08, 0.2  # largest change of a line's length; columns a row leans by
 SPOTS = 3
 
@@ -40,9 +37,7 @@ class Plan(BasePlan):
     bucket: int = bucket_knob("columns")
 
 
-BASELINE = Plan(
-    epochs=90, batch_size=8, optimizer="sgd", lr=1e-3, weight_decay=1e-4, schedule="step", feed="workers", workers=0
-)
+BASELINE = Plan(epochs=90, batch_size=8, optimizer="sgd", lr=1e-3, weight_decay=1e-4, schedule="step", feed="workers")
 """The reference's recipe: every line decoded again in the main process, no mixed precision."""
 
 GUIDE = BASELINE.replace(epochs=10, batch_size=64, lr=3e-3, lr_rule="sqrt", schedule="constant", amp="fp16", workers=8)
@@ -81,7 +76,7 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     return {
         "bucket": bucket,
         "network": ("slim", f"few enough operations for a CPU, {THUMB}; hctr is for tall lines"),
-        "augment": (0.5, mild) if epochs <= SHORT else (1.0, f"few lines, seen often, {THUMB}"),
+        "augment": (0.5, mild) if epochs <= 12 else (1.0, f"few lines, seen often, {THUMB}"),
         "batch_size": (at_most(64, card), scaled) if cuda else (at_most(16, card), sizes),
         "lr": (6e-3, scaled) if cuda else (3e-3, rates),
         "epochs": (epochs, f"enough to show every class often, between 3 and 200, {THUMB}"),
@@ -123,7 +118,7 @@ def batch(raw: Batch, plan: Plan, draws: Draws | None) -> Batch:
     return {**raw, "image": image, "image_length": lengths}
 
 
-def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
+def loss(model: Callable[[Batch], ctc.Outputs], batch: Batch, plan: Plan) -> tuple[Tensor, Tensor]:
     """Return the sum of the CTC loss over the lines whose text fits into their time steps, and how many these are.
 
     The others have an infinite loss, and no gradient could change that: they count as empty texts, times 0, so that the
@@ -136,7 +131,7 @@ def loss(model: Callable[[Batch], Outputs], batch: Batch, plan: Plan) -> tuple[T
     return (each * fits).sum(), fits.sum()
 
 
-def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
+def metrics(outputs: ctc.Outputs, batch: Batch) -> dict[str, Pair]:
     """Return cer, ar, cr and whole_accuracy, over all lines; infeasible: the share of lines that the loss excludes.
 
     By the definitions of the ICDAR 2013 competition, ar = 1 - (substitutions + deletions + insertions) / characters,
@@ -149,15 +144,14 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
     return text_metrics(ctc.greedy(outputs), ctc.texts(known, lengths)) | {"infeasible": (misfits, len(labels))}
 
 
-def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
+def decode(outputs: ctc.Outputs, card: Card | Pack) -> list[str]:
     """Return the text of each line, by the best class of every step."""
     return ["".join(card.classes[place] for place in places) for places in ctc.greedy(outputs)]
 
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
     """Return what the network reads and returns, for files that leave nbtools."""
-    line = "2 * (image.transpose(0, 2, 1)[:, None] / 255)"
-    return ctc.tensors(card.options["height"], len(card.classes), line)
+    return ctc.tensors(card.options["height"], len(card.classes), "2 * (image.transpose(0, 2, 1)[:, None] / 255)")
 
 
 def augment_lines(ink: Tensor, lengths: Tensor, draws: Draws, strength: float) -> tuple[Tensor, Tensor]:

@@ -21,5 +21,4 @@ from nbtools.tasks.sign.task import (
 )
 from nbtools.tasks.sign.visualize import preview, show, text_of
 
-SMOKE = {"features": True}
-"""Options of `demo` for the smoke test: clips that both networks read."""
+SMOKE = {"features": True}  # options of `demo` for the smoke test: clips that both networks read

@@ -54,11 +54,9 @@ class Transformer(nn.Module):
             raise PlanError(f"{rule}; cut or thin out such clips, or train the GRU")
         x = self.norm(self.drop(self.embed(batch["x"]) + self.positions[: visible.shape[1]]))
         keys = (visible | ~visible.any(1, keepdim=True))[:, None, None]  # softmax over no key at all is NaN
-        recompute = self.recompute and self.training
         for layer in self.layers:
-            x = again(layer, x, keys) if recompute else layer(x, keys)
-        total = (x * visible[:, :, None]).sum(1)
-        pooled = self.drop(total / visible.sum(1, keepdim=True).clamp(min=1))
+            x = again(layer, x, keys) if self.recompute and self.training else layer(x, keys)
+        pooled = self.drop((x * visible[:, :, None]).sum(1) / visible.sum(1, keepdim=True).clamp(min=1))
         return self.gloss(pooled), self.category(pooled)
 
 
@@ -102,8 +100,7 @@ def sinusoids(count: int, width: int) -> Tensor:
 
 
 class Gru(nn.Module):
-    """The guide's GRU of 16 and then 12 units, without the InceptionV3 before it: 101,743 parameters for 105 glosses in
-    10 categories.
+    """The guide's GRU of 16, then 12 units, without its InceptionV3: 101,743 parameters for 105 glosses, 10 categories.
 
     Clips are padded, not packed: a forward GRU reaches a clip's last frame before any padding.
     """
@@ -128,11 +125,7 @@ class Gru(nn.Module):
 
 def initialise(gru: nn.GRU) -> nn.GRU:
     """Apply the guide's initialisation: torch's own, ± 1/√16 for 2048 inputs, would start with saturated gates."""
+    by_kind = {"weight_ih": nn.init.xavier_uniform_, "weight_hh": nn.init.orthogonal_}
     for name, weight in gru.named_parameters():
-        if name.startswith("weight_ih"):
-            nn.init.xavier_uniform_(weight)
-        elif name.startswith("weight_hh"):
-            nn.init.orthogonal_(weight)
-        else:
-            nn.init.zeros_(weight)
+        by_kind.get(name.rpartition("_")[0], nn.init.zeros_)(weight)  # of `bias_ih_l0`, `bias_hh_l0`
     return gru

@@ -196,8 +196,7 @@ def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
     if first == "x":
         about = f"x * mask.repeat(2, 2), normalised as {plan.normalise!r} (sign.batch)"
         reads |= {"x": (("batch", "frames", numbers), about), "mask": (("batch", "frames", numbers // 2), "mask")}
-    categories = card.options["categories"]
     return reads, {
         "gloss": (("batch", len(card.classes)), "argmax: k is classes[k]"),
-        "category": (("batch", len(categories)), 'argmax: k is options["categories"][k]'),
+        "category": (("batch", len(card.options["categories"])), 'argmax: k is options["categories"][k]'),
     }
