@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -32,6 +32,7 @@ from nbtools.show import plural, restore
 Options = Mapping[str, Any]
 Reader = Callable[[Path, Options], Sample]
 Sampler = Callable[[int], Sample]  # of an entry; it refuses one by PackError(value, rule, fix)
+Arrays = Mapping[str, np.ndarray]
 Look = Callable[[], tuple["Survey", Sampler]]
 Draw = tuple[float, float, int]  # val, test, seed
 Made = Mapping[str, Any]  # what the manifest records: key, source
@@ -39,8 +40,7 @@ Made = Mapping[str, Any]  # what the manifest records: key, source
 BLOCK = 32  # samples in a file, where a survey does not say how large they are
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One sample to read."""
 
     name: str  # its file, relative to the source
@@ -66,6 +66,7 @@ class Survey:
     learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
     columns: Mapping[str, Column] = field(default_factory=dict)  # with their layouts, also those that are not stored
     block: int | None = None  # samples in a file
+    together: Callable[[Sequence[int]], dict[str, Any] | None] | None = None  # arrays of several samples, if it can
 
 
 def build_pack(
@@ -183,26 +184,25 @@ def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> d
     every, columns, files, rows = list[dict[str, Any]](), None, dict[str, IO[bytes]](), Counter[str]()
     ids, size = range(len(survey.entries)), survey.block or BLOCK
     blocks = {folder / f"{start}.npz": ids[start : start + size] for start in ids[::size]}
-    todo = {path: block for path, block in blocks.items() if not is_whole(path)}
+    todo = {path: block for path, block in blocks.items() if not (survey.together or is_whole(path))}
     shown = bar(desc="packing", total=len(ids), unit=" samples", disable=not progress, leave=False)
     written = side_by_side(partial(write_block, survey, sample), todo.items())
     with shown, contextlib.closing(written), contextlib.ExitStack() as stack:
         for path, block in blocks.items():
             shown.update(next(written) if path in todo else len(block))
-            with np.load(path) as arrays:
-                every.append(facts := json.loads(str(arrays["facts"])))
-                if facts["kept"]:
-                    own = restore(dict[str, Column], facts["columns"])
-                    columns = require_alike(survey.entries[facts["kept"][0]].name, own, columns)
-                    for name, column in columns.items():
-                        if name not in files:
-                            files[name] = stack.enter_context(open(folder / "new" / f"{name}.npy", "xb", 1 << 20))
-                        rows[name] += len(array := arrays[f"{name}.array"])
-                        header = {"descr": column.dtype, "fortran_order": False, "shape": (rows[name], *column.shape)}
-                        files[name].seek(0)  # the header has the same size for any number of rows
-                        np.lib.format.write_array_header_1_0(files[name], header)
-                        files[name].seek(0, 2)
-                        files[name].write(array.data)
+            facts, arrays = read_block(survey, sample, block) if survey.together else load_block(path)
+            every.append(facts)
+            if facts["kept"]:
+                columns = require_alike(survey.entries[facts["kept"][0]].name, facts["columns"], columns)
+                for name, column in columns.items():
+                    if name not in files:
+                        files[name] = stack.enter_context(open(folder / "new" / f"{name}.npy", "xb", 1 << 20))
+                    rows[name] += len(arrays[name])
+                    header = {"descr": column.dtype, "fortran_order": False, "shape": (rows[name], *column.shape)}
+                    files[name].seek(0)  # the header has the same size for any number of rows
+                    np.lib.format.write_array_header_1_0(files[name], header)
+                    files[name].seek(0, 2)
+                    files[name].write(arrays[name].data)
         columns = columns or {}
         ragged = [name for name, column in columns.items() if column.kind == "ragged"]
         reserved = {"split", "id", *(f"{name}{end}" for name in ragged for end in (".offsets", "_length"))}
@@ -215,30 +215,43 @@ def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> d
     return {"columns": columns} | {key: [x for one in every for x in one[key]] for key in ("kept", "classes", "bad")}
 
 
-def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
-    """Write the samples of a block of entries into one file; return how many entries that are."""
-    path, block = todo
+def read_block(survey: Survey, sample: Sampler, block: range) -> tuple[dict[str, Any], Arrays]:
+    """Return what became of a block of entries, and the arrays of its samples, joined."""
     facts: dict[str, Any] = {"kept": [], "bad": [], "classes": [], "columns": None, "lengths": {}}
     rows = dict[str, list[np.ndarray]]()
-    for i in block:
-        name, own = survey.entries[i].name, dict[str, Column]()
+    ahead = [block]
+    while ahead:  # if some are refused, or cannot be read together, it comes to each one
+        ids = ahead.pop()
+        name, own, several = survey.entries[ids[0]].name, dict[str, Column](), len(ids) > 1
         try:
-            made = {**sample(i)}
+            made = (survey.together and survey.together(ids)) if several else {**sample(ids[0])}
         except PackError as error:
             if len(error.args) != 3:  # of all samples
                 raise PackError(f"{name}: {error}") from None
             facts["bad"].append((name, *map(str, error.args)))
             continue
-        facts["kept"].append(i)
-        facts["classes"] += [str(made.pop(survey.named))] if survey.named else []
+        if made is None:
+            ahead += [ids[len(ids) // 2 :], ids[: len(ids) // 2]]
+            continue
+        facts["kept"] += ids
+        classes = made.pop(survey.named) if survey.named else []
+        facts["classes"] += [classes] if isinstance(classes, str) else classes
         for column, value in made.items():
             array, ragged = np.asarray(value, order="C"), column in survey.ragged
-            rows.setdefault(column, []).append(array if ragged else array[None])
+            array = array if ragged or several else array[None]
+            rows.setdefault(column, []).append(array)
             dtype = array.dtype.newbyteorder("=").str  # as they are joined
-            own[column] = Column("ragged" if ragged else "fixed", dtype, array.shape[ragged:])
+            own[column] = Column("ragged" if ragged else "fixed", dtype, array.shape[1:])
         facts["columns"] = require_alike(name, own, facts["columns"])
-    facts["lengths"] = {name: [*map(len, arrays)] for name, arrays in rows.items()}
-    joined: Any = {f"{name}.array": np.concatenate(arrays) for name, arrays in rows.items()}
+    facts["lengths"] = {name: [*map(len, arrays)] for name, arrays in rows.items() if name in survey.ragged}
+    return facts, {name: np.concatenate(arrays) for name, arrays in rows.items()}
+
+
+def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
+    """Write the samples of a block of entries into one file; return how many entries that are."""
+    path, block = todo
+    facts, arrays = read_block(survey, sample, block)
+    joined: Any = {f"{name}.array": array for name, array in arrays.items()}
     part = path.with_suffix(".part")
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
         np.savez(file, facts=np.array(json.dumps(facts, default=vars)), **joined)
@@ -246,10 +259,17 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
     return len(block)
 
 
-def is_whole(block: Path) -> bool:
-    """Return whether a block is there, as it was written."""
-    with contextlib.suppress(*DAMAGED), np.load(block) as arrays:
-        return len([arrays[name] for name in arrays.files]) > 0
+def load_block(path: Path) -> tuple[dict[str, Any], Arrays]:
+    """Return what `read_block` returned of a block that is written. Raises DAMAGED where it is not whole."""
+    with np.load(path) as file:
+        facts = json.loads(str(file["facts"]))
+        facts["columns"] = restore(dict[str, Column], facts["columns"] or {})
+        return facts, {name.removesuffix(".array"): file[name] for name in file.files if name != "facts"}
+
+
+def is_whole(path: Path) -> bool:
+    with contextlib.suppress(*DAMAGED):
+        return bool(load_block(path))
     return False
 
 

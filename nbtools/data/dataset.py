@@ -18,7 +18,7 @@ import numpy as np
 from nbtools.data.build import RawFiles, make_pack, open_pack
 from nbtools.data.fetch import drive_path, files_in, is_far
 from nbtools.data.forms import IMAGES, RESIZES, TARGET, TARGETS, compose, fit, is_image, is_missing, plain_values
-from nbtools.data.items import Items, Part, column_name, parts_of, target_of
+from nbtools.data.items import Items, Part, Table, column_name, parts_of, target_of
 from nbtools.data.pack import Card, Column, Sample, is_pack
 from nbtools.data.progress import say
 from nbtools.data.splits import require_shares, some
@@ -192,8 +192,7 @@ def list_items(data: Any) -> Any:
             columns = [np.where(x.mask, None, x.data) if np.ma.is_masked(x) and x.ndim == 1 else x for x in columns]
             if len(counts := sorted({len(column) for column in columns})) > 1:
                 raise PackError(f"columns must all have the same number of items, got {', '.join(map(str, counts))}")
-            rows = [*zip(*columns, strict=True)]
-            return rows if names is None else [dict(zip(names, row, strict=True)) for row in rows]
+            return Table(dict(zip(names or range(len(columns)), columns, strict=True)))
         fix = "pass arrays (x, y), a list of items, or splits as train=…, val=… and test=…"
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return data
@@ -329,7 +328,7 @@ def refuse_splits(frame: "pd.DataFrame", used: Sequence[Any]) -> None:
             raise PackError(f"column {name!r} has the splits: pass {parts}, or df.drop(columns={name!r}) to ignore it")
 
 
-def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> list[Any]:
+def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> Table:
     """Return the rows as items: numbers are one array, `x`; the file in the column `image`, in root, is the image;
     texts are columns of their own; `sep` divides a target into labels. Raises PackError for other columns."""
     if absent := [name for name in (*goals, *inputs) if name not in frame]:
@@ -366,7 +365,7 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
         raise PackError(f"several targets must be numeric, got {', '.join(goals)}; name one, or use pd.get_dummies(df)")
     elif goals:
         columns[TARGET] = frame[[*goals]].to_numpy(np.float32, na_value=np.nan)
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return Table(columns)
 
 
 def options_like(card: Card) -> dict[str, Any]:

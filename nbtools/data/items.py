@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,30 @@ Part = tuple[str | None, Any, list[str]]  # split, items, their names
 HELD, FLAT = ("indices", "targets", "labels", "_fingerprint"), (str, list, np.ndarray, torch.Tensor)  # of all items
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points", "mean", "std")
+
+
+class Table(Sequence[Any]):
+    """Hold columns, arrays and lists by key, as items: dicts by name, or tuples."""
+
+    def __init__(self, columns: dict[Any, Any]):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def __getitem__(self, i: int) -> Any:
+        row = {key: column[i] for key, column in self.columns.items()}
+        return tuple(row.values()) if 0 in row else row
+
+
+def take(data: Any, places: Sequence[int]) -> dict[Any, Any]:
+    """Return key → the values of several items at once. Raises PackError for what does not hold them so."""
+    if type(data) is Subset:
+        return take(data.dataset, [data.indices[i] for i in places])
+    columns = dict(enumerate(data.tensors)) if type(data) is TensorDataset else getattr(data, "columns", None)
+    if type(data) not in (TensorDataset, Table) or columns is None:
+        raise PackError("one by one")
+    return {key: [x[i] for i in places] if isinstance(x, list) else x[places] for key, x in columns.items()}
 
 
 def parts_of(item: Any) -> dict[Any, Any]:
@@ -98,7 +123,7 @@ class Items:
         if len(self.groups) != count:
             raise PackError(f"groups must be a column of a table or {count:,} values, got {len(self.groups)}")
         self.looked = sorted({i * count // SEEN for i in range(SEEN)})
-        self.listed = all(isinstance(part, list) for _, part, _ in parts)
+        self.listed = all(isinstance(part, list | Table) for _, part, _ in parts)
         self.text = ""
         if options.text:  # predictions find it by name
             self.text = f"{getattr(options.text, '__module__', '')}:{getattr(options.text, '__qualname__', '<none>')}"
@@ -152,6 +177,33 @@ class Items:
             raise PackError(", ".join(values), f"an item must have {', '.join(columns)}, like the others", FIX)
         kinds = dict.fromkeys(columns, "values") | {TARGET: self.kind}
         return {n: forms.fit(n, values[n], self.columns[n], kinds[n], self.allowed) for n in columns}
+
+    def together(self, ids: Sequence[int], columns: Collection[str]) -> dict[str, Any] | None:
+        """Return the arrays of several items, and their classes as texts, as `sample` does of each; None where they
+        are not held as columns, or one of them is refused."""
+        places = [self.places[i] for i in ids]
+        k = places[0][0]
+        try:  # too few places, of items of several parts, make no array either
+            parts = take(self.parts[k][1], [place for part, place in places if part == k])
+            parts = name_columns(parts, self.target, self.options.key[1])
+            return {name: self.fit_all(name, parts[name], ids) for name in columns}
+        except (PackError, TypeError, ValueError):
+            return None
+
+    def fit_all(self, name: str, values: Any, ids: Sequence[int]) -> Any:
+        """Return the array of a column's values of several items, or the texts of their classes. Raises PackError."""
+        column, kind = self.columns[name], self.kind if name == TARGET else "values"
+        if name == TARGET and hasattr(values, "shape") and math.prod(values.shape) == len(ids):
+            values = values.reshape(len(ids))
+        if kind == "classes":
+            labels = [*map(forms.bare, values)] if isinstance(values, list) else values.tolist()
+            if len({*map(type, labels)}) > 1:  # 1 and True are one key
+                raise PackError("one by one")
+            first = dict(zip(reversed(labels), reversed(ids), strict=True))
+            texts = {label: self.sample(i, [TARGET])[TARGET] for label, i in first.items()}
+            return [texts[label] for label in labels]
+        array = forms.numeric(name, values)
+        return forms.fit(name, array, replace(column, shape=(len(ids), *column.shape)), kind)
 
     def read_again(self, classes: Sequence[str], path: Path, _: Any) -> Sample:
         """Return the arrays of the item of a name, as a pack with these classes has them."""
@@ -229,12 +281,11 @@ class Items:
                 if (one := inside.pop()) is None or id(one) in seen:
                     continue
                 seen.add(id(one))
-                for item in one if isinstance(one, list) else ():
-                    digest.update(mark({} if item is None else parts_of(item)))
                 held = {name: getattr(one, name, "") for name in HELD[: 4 if self.options.store else 3]}
                 held = {n: x for n, x in held.items() if isinstance(x, FLAT) and np.ndim(x[:1]) < 2}
-                whole = one.tensors if isinstance(one, TensorDataset) else [one] if isinstance(one, FLAT[2:]) else ()
-                digest.update(mark(held | dict(enumerate(whole))))
+                values = [*one.columns.values()] if isinstance(one, Table) else [one]
+                values = one.tensors if isinstance(one, TensorDataset) else values
+                digest.update(mark(held | dict(enumerate(each for each in values if isinstance(each, FLAT[1:])))))
                 inside += [getattr(one, "dataset", None), *(one.datasets if isinstance(one, ConcatDataset) else ())]
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()
@@ -257,6 +308,7 @@ class Items:
             raise PackError("store=False does not read the items before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
         ragged = [name for name, column in columns.items() if column.kind == "ragged"]
+        whole = not (ragged and store) and any(self.together([i], self.stored) for i in self.looked[:LEAST])
         size = sum(np.dtype(each.dtype).itemsize * math.prod(each.shape) for each in columns.values())
         return Survey(
             [*map(Entry, self.names, splits, [None] * len(self.names), self.groups)],
@@ -268,7 +320,8 @@ class Items:
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
             columns=columns,
-            block=min(max(BLOCK // max(size, 1), 1), MOST),
+            block=min(max(BLOCK // max(size, 1), 1), MOST << 6 * whole),
+            together=partial(self.together, columns=self.stored) if whole else None,
         ), partial(self.sample, columns=self.stored)
 
     def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
@@ -295,8 +348,9 @@ class Items:
 def classes_of(data: Any, target: Any) -> list[str]:
     """Return the names that a Dataset has for classes given as numbers: a ClassLabel's, or `.classes` as in
     torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
-    if isinstance(data, list):
-        labels: Any = [parts_of(item).get(target) for item in data if item is not None]
+    if isinstance(data, list | Table):
+        rows = [parts_of(item) for item in data if item is not None] if isinstance(data, list) else []
+        labels: Any = [row.get(target) for row in rows] if isinstance(data, list) else data.columns.get(target, ())
         several = [[label] if isinstance(label, str) else label for label in labels] * any(map(is_names, labels))
         return sorted({forms.compose(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
@@ -324,6 +378,8 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             odd, flat = array.dtype == object or not array.size, np.ascontiguousarray(array).reshape(-1)
             digest.update(repr(array.tolist()).encode() if odd else flat.view("u1").data)  # without a copy
             value = array.dtype, array.shape
+        elif isinstance(value, list) and not all(isinstance(each, str | int | float | None) for each in value):
+            value = [each if each is None else mark(parts_of(each)) for each in value]
         elif not isinstance(value, str | bytes | int | float | list | tuple | None):
             value = sorted(value) if isinstance(value, set) else type(value).__name__
         digest.update(re.sub(" at 0x[0-9a-f]+", "", repr((name, value))).encode())  # which differs each time

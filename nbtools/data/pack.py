@@ -204,10 +204,12 @@ class Pack(show.Table):
 
     def places(self, groups: Sequence[str | None], label: Any, labels: Any, seed: int, exact: bool) -> list[float]:
         """Return the place in [0, 1) of each sample: of its group or name, exact: of its arrays without the label."""
-        places = []
+        places, whole = [], exact and self.is_stored
+        columns = [
+            (np.asarray(self.arrays[c]), self.offsets.get(c)) for c in sorted(self.columns.keys() - {label}) * whole
+        ]
         for i, name in enumerate(self.names):
-            arrays = self.sample(i) if exact and self.is_stored else {}
-            held = b"".join(arrays[column].tobytes() for column in sorted(arrays.keys() - {label}))
+            held = b"".join(a[i if at is None else slice(*at[i : i + 2])].tobytes() for a, at in columns)
             places.append(splits.position(groups[i] or held or name, seed))
         if exact and len({*places}) < min(100, len(places) / 2):  # of a few kinds of rows no split should lack one
             seen = Counter[Any]()

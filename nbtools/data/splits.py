@@ -63,7 +63,7 @@ def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = No
     for i in ids:
         together.setdefault(groups[i] or i, []).append(i)
     units = sorted(together.values(), key=lambda unit: places[unit[0]])
-    classes = [mode(labels[i] for i in unit) for unit in units] if labels is not None else []
+    classes = [mode(labels[i] for i in unit) if unit[1:] else labels[unit[0]] for unit in units if labels is not None]
     sizes, before, middles = Counter(classes), Counter[str](), []
     for label in classes:
         middles.append((before[label] + 0.5) / sizes[label])

@@ -53,7 +53,7 @@ def test_the_advised_plan_and_fit_without_a_plan_learn_as_well_as_the_best_of_th
         grids.append(list(problems.spread(name, pack, plan).values()))
         ours.append(run.history.of("epoch")[-1]["val_accuracy"])
     mean = np.mean(grids, axis=0)
-    print("ours", ours, "grid", dict(zip(problems.GRID, mean.round(3).tolist(), strict=True)))
+    print("ours", ours, "grid", dict(zip(problems.WIDE, mean.round(3).tolist(), strict=True)))
     assert mean.max() - mean.min() >= 0.15
     assert np.mean(ours) >= GOOD * mean.max()
 
