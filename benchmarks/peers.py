@@ -33,7 +33,6 @@ from nbtools.data import Draws, Pack, Padding, batches_left, collate, in_order, 
 from nbtools.train import Plan, Sums, bind, build, device
 from nbtools.train.evaluation import scores
 from nbtools.train.optimizer import build_optimizer
-from nbtools.train.step import denominator_of
 from nbtools.train.task import as_sum
 
 Raw = dict[str, Tensor]
@@ -182,7 +181,7 @@ class Job:
                 nhwc = torch.channels_last
                 batch = {k: v.contiguous(memory_format=nhwc) if v.dim() == 4 else v for k, v in batch.items()}
         total, count = as_sum(self.bound.loss(net, batch, self.plan), len(raw["id"]))
-        return total / denominator_of(count)
+        return total / (count + (count == 0))
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(self.bound, net, self.plan.replace(graph=False))
