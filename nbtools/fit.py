@@ -170,7 +170,7 @@ def prepare(
 
 
 def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: float) -> bool:
-    """Train, then measure what is left to the end; return whether Ctrl-C ended it. begun: when `fit` was called."""
+    """Train, tell why it ended early, and measure; return whether Ctrl-C ended it. begun: when `fit` was called."""
     state, surface, path, stop = job.state, job.surface, job.folder / RECEIPT, job.surface.requests.post
     alone = not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone), closing(job):

@@ -69,7 +69,7 @@ def decide(task: Task, pack: Pack, call: Any, former: Run | None) -> tuple[Plan,
             call = call.replace(**plan_for(task, pack, None).given())
     plan, (epoch, step) = plan_for(task, pack, call), last_place(index)
     changed = {name: value for name, value in plan.given().items() if value != index["given"].get(name, ...)}
-    new = old.turn(**{"lr": old.lr, **changed})  # lr follows the batch where a plan is made
+    new = old.turn(**{"lr": old.lr, **changed}) if changed else old  # lr follows the batch where a plan is made
     moved = new.changes_from(old)
     refused, why = moved.keys() & old.fixed_settings(resumed=True).keys(), "has started"
     if former.over and (new.epochs < old.epochs or moved.keys() != {"epochs"}):

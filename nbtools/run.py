@@ -120,7 +120,7 @@ class Run:
         """Return a row per epoch, from 1: losses, metrics, samples/s, share of waiting, seconds, lr, batch, MiB."""
         frame = self.history.frame("epoch")
         frame.index = (frame.pop("epoch").astype(int) + 1) if len(frame) else frame.index
-        speed = frame.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|^(gpu_)?memory")
+        speed = frame.filter(regex="^(lr|epoch_time|samples_per_s|data_wait|batch_size)$|^(?!(train|val)_).*memory")
         return frame.filter(regex="^(train|val)_").join(speed)
 
     def __fspath__(self) -> str:

@@ -38,6 +38,7 @@ Draw = tuple[float, float, int]  # val, test, seed
 Made = Mapping[str, Any]  # what the manifest records: key, source
 
 BLOCK = 32  # samples in a file, where a survey does not say how large they are
+FEW = 16  # samples that are read one by one where they cannot be read together
 
 
 class Entry(NamedTuple):
@@ -178,9 +179,9 @@ class RawFiles(Dataset):
 
 
 def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> dict[str, Any]:
-    """Read all entries into files of a folder, but for those that an interrupted call left, and meanwhile write their
-    arrays, one after another, as .npy files in `new`. Return `kept`: the entries that became samples, `classes`: of
-    each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike or reserved ones."""
+    """Read all entries into files of a folder, but for those that an interrupted call left and those in memory, and
+    meanwhile write their arrays, one after another, as .npy files in `new`. Return `kept`: the entries that became
+    samples, `classes`: of each, `bad`: the rows of the others, and `columns`. Raises PackError for unlike ones."""
     every, columns, files, rows = list[dict[str, Any]](), None, dict[str, IO[bytes]](), Counter[str]()
     ids, size = range(len(survey.entries)), survey.block or BLOCK
     blocks = {folder / f"{start}.npz": ids[start : start + size] for start in ids[::size]}
@@ -189,8 +190,10 @@ def read_all(survey: Survey, sample: Sampler, folder: Path, progress: bool) -> d
     written = side_by_side(partial(write_block, survey, sample), todo.items())
     with shown, contextlib.closing(written), contextlib.ExitStack() as stack:
         for path, block in blocks.items():
-            shown.update(next(written) if path in todo else len(block))
+            if path in todo:
+                next(written)
             facts, arrays = read_block(survey, sample, block) if survey.together else load_block(path)
+            shown.update(len(block))
             every.append(facts)
             if facts["kept"]:
                 columns = require_alike(survey.entries[facts["kept"][0]].name, facts["columns"], columns)
@@ -220,22 +223,24 @@ def read_block(survey: Survey, sample: Sampler, block: range) -> tuple[dict[str,
     facts: dict[str, Any] = {"kept": [], "bad": [], "classes": [], "columns": None, "lengths": {}}
     rows = dict[str, list[np.ndarray]]()
     ahead = [block]
-    while ahead:  # if some are refused, or cannot be read together, it comes to each one
+    while ahead:
         ids = ahead.pop()
         name, own, several = survey.entries[ids[0]].name, dict[str, Column](), len(ids) > 1
         try:
-            made = (survey.together and survey.together(ids)) if several else {**sample(ids[0])}
+            made = {**sample(ids[0])} if not several else survey.together(ids) if survey.together else None
         except PackError as error:
             if len(error.args) != 3:  # of all samples
                 raise PackError(f"{name}: {error}") from None
             facts["bad"].append((name, *map(str, error.args)))
             continue
-        if made is None:
-            ahead += [ids[len(ids) // 2 :], ids[: len(ids) // 2]]
+        if made is None:  # parts of which one is refused are halved, and few read one by one
+            step = len(ids) // 2 if survey.together and len(ids) > FEW else 1
+            ahead += reversed([ids[at : at + step] for at in range(0, len(ids), step)])
             continue
         facts["kept"] += ids
-        classes = made.pop(survey.named) if survey.named else []
-        facts["classes"] += [classes] if isinstance(classes, str) else classes
+        if survey.named:
+            classes = made.pop(survey.named)
+            facts["classes"] += classes if several else [str(classes)]
         for column, value in made.items():
             array, ragged = np.asarray(value, order="C"), column in survey.ragged
             array = array if ragged or several else array[None]
@@ -247,8 +252,8 @@ def read_block(survey: Survey, sample: Sampler, block: range) -> tuple[dict[str,
     return facts, {name: np.concatenate(arrays) for name, arrays in rows.items()}
 
 
-def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> int:
-    """Write the samples of a block of entries into one file; return how many entries that are."""
+def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> None:
+    """Write the samples of a block of entries into one file."""
     path, block = todo
     facts, arrays = read_block(survey, sample, block)
     joined: Any = {f"{name}.array": array for name, array in arrays.items()}
@@ -256,7 +261,6 @@ def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> in
     with open(part, "wb") as file:  # not synced: its checksums tell whether all of it reached the disk
         np.savez(file, facts=np.array(json.dumps(facts, default=vars)), **joined)
     part.replace(path)
-    return len(block)
 
 
 def load_block(path: Path) -> tuple[dict[str, Any], Arrays]:

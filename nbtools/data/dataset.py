@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from nbtools.data.build import RawFiles, make_pack, open_pack
 from nbtools.data.fetch import drive_path, files_in, is_far
@@ -192,7 +193,8 @@ def list_items(data: Any) -> Any:
             columns = [np.where(x.mask, None, x.data) if np.ma.is_masked(x) and x.ndim == 1 else x for x in columns]
             if len(counts := sorted({len(column) for column in columns})) > 1:
                 raise PackError(f"columns must all have the same number of items, got {', '.join(map(str, counts))}")
-            return Table(dict(zip(names or range(len(columns)), columns, strict=True)))
+            columns = [x if isinstance(x, list | torch.Tensor) else np.asanyarray(x) for x in columns]
+            return Table(dict(zip(names or range(len(columns)), columns, strict=True)), names is not None)
         fix = "pass arrays (x, y), a list of items, or splits as train=…, val=… and test=…"
     elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return data

@@ -29,34 +29,43 @@ from nbtools.errors import NbtoolsError, PackError
 VERSION = 11  # of what a card keeps of them; packs of another are made anew
 SEEN, LEAST = 64, 8  # items looked at; of large ones fewer, but so many
 LOOKED, BLOCK, MOST = 2**28, 2**22, 256  # bytes that they may take together, and those of a block; its most items
+MOST_ROWS = 2**14  # of columns in memory
 Part = tuple[str | None, Any, list[str]]  # split, items, their names
-HELD, FLAT = ("indices", "targets", "labels", "_fingerprint"), (str, list, np.ndarray, torch.Tensor)  # of all items
+HELD = "indices", "targets", "labels", "_fingerprint"  # attributes of all items
+FLAT = str, list, np.ndarray, np.memmap, torch.Tensor
 POINTS = {2: "points", 4: "boxes"}  # by the length of a column's last axis
 ROLES = ("target", "inputs", "image", "sep", "size", "resize", "points", "mean", "std")
 
 
 class Table(Sequence[Any]):
-    """Hold columns, arrays and lists by key, as items: dicts by name, or tuples."""
+    """Hold columns, arrays and lists by key, as items: dicts where the keys are names, else tuples."""
 
-    def __init__(self, columns: dict[Any, Any]):
-        self.columns = columns
+    def __init__(self, columns: dict[Any, Any], named: bool = True):
+        self.columns, self.named = columns, named
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), ()))
 
     def __getitem__(self, i: int) -> Any:
         row = {key: column[i] for key, column in self.columns.items()}
-        return tuple(row.values()) if 0 in row else row
+        return row if self.named else tuple(row.values())
 
 
 def take(data: Any, places: Sequence[int]) -> dict[Any, Any]:
-    """Return key → the values of several items at once. Raises PackError for what does not hold them so."""
+    """Return key → the values of several items at once. Raises ValueError for what does not hold them as columns."""
     if type(data) is Subset:
-        return take(data.dataset, [data.indices[i] for i in places])
-    columns = dict(enumerate(data.tensors)) if type(data) is TensorDataset else getattr(data, "columns", None)
-    if type(data) not in (TensorDataset, Table) or columns is None:
-        raise PackError("one by one")
-    return {key: [x[i] for i in places] if isinstance(x, list) else x[places] for key, x in columns.items()}
+        return take(data.dataset, [int(data.indices[i]) for i in places])
+    if type(data) not in (TensorDataset, Table):
+        raise ValueError(type(data).__name__)
+    columns = enumerate(data.tensors) if isinstance(data, TensorDataset) else data.columns.items()
+    return {key: [x[i] for i in places] if isinstance(x, list) else x[places] for key, x in columns}
+
+
+def is_plain(column: Any) -> bool:
+    """Return whether a column is an array of numbers or texts, none of them masked, or a list of one type of them."""
+    if isinstance(column, list):
+        return {*map(type, column)} in ({str}, {int}, {float}, {bool})  # 1 and True are one key
+    return isinstance(column, torch.Tensor) or (type(column) in FLAT[2:] and column.dtype.kind in "biufUS")
 
 
 def parts_of(item: Any) -> dict[Any, Any]:
@@ -179,15 +188,17 @@ class Items:
         return {n: forms.fit(n, values[n], self.columns[n], kinds[n], self.allowed) for n in columns}
 
     def together(self, ids: Sequence[int], columns: Collection[str]) -> dict[str, Any] | None:
-        """Return the arrays of several items, and their classes as texts, as `sample` does of each; None where they
-        are not held as columns, or one of them is refused."""
-        places = [self.places[i] for i in ids]
-        k = places[0][0]
-        try:  # too few places, of items of several parts, make no array either
-            parts = take(self.parts[k][1], [place for part, place in places if part == k])
-            parts = name_columns(parts, self.target, self.options.key[1])
+        """Return the arrays of several items, and their classes as texts, as `sample` does of each; None where they are
+        not held as columns, are of several parts, or one of them is refused: one by one they tell why."""
+        (k, *others), places = zip(*(self.places[i] for i in ids), strict=True)
+        try:
+            if {*others} - {k}:
+                return None
+            parts = name_columns(take(self.parts[k][1], [*places]), self.target, self.options.key[1])
+            if len(columns) == len(self.columns) < len(parts) or not all(is_plain(parts[name]) for name in columns):
+                return None
             return {name: self.fit_all(name, parts[name], ids) for name in columns}
-        except (PackError, TypeError, ValueError):
+        except Exception:
             return None
 
     def fit_all(self, name: str, values: Any, ids: Sequence[int]) -> Any:
@@ -196,9 +207,7 @@ class Items:
         if name == TARGET and hasattr(values, "shape") and math.prod(values.shape) == len(ids):
             values = values.reshape(len(ids))
         if kind == "classes":
-            labels = [*map(forms.bare, values)] if isinstance(values, list) else values.tolist()
-            if len({*map(type, labels)}) > 1:  # 1 and True are one key
-                raise PackError("one by one")
+            labels = values if isinstance(values, list) else values.tolist()
             first = dict(zip(reversed(labels), reversed(ids), strict=True))
             texts = {label: self.sample(i, [TARGET])[TARGET] for label, i in first.items()}
             return [texts[label] for label in labels]
@@ -283,9 +292,9 @@ class Items:
                 seen.add(id(one))
                 held = {name: getattr(one, name, "") for name in HELD[: 4 if self.options.store else 3]}
                 held = {n: x for n, x in held.items() if isinstance(x, FLAT) and np.ndim(x[:1]) < 2}
-                values = [*one.columns.values()] if isinstance(one, Table) else [one]
-                values = one.tensors if isinstance(one, TensorDataset) else values
-                digest.update(mark(held | dict(enumerate(each for each in values if isinstance(each, FLAT[1:])))))
+                whole = dict(enumerate(one.tensors if isinstance(one, TensorDataset) else [one]))
+                whole = one.columns if isinstance(one, Table) else whole
+                digest.update(mark(held | {n: x for n, x in whole.items() if isinstance(x, FLAT[1:])}))
                 inside += [getattr(one, "dataset", None), *(one.datasets if isinstance(one, ConcatDataset) else ())]
         digest.update(b"" if self.varying else b"".join(self.marks))
         return digest.hexdigest()
@@ -308,7 +317,8 @@ class Items:
             raise PackError("store=False does not read the items before training; name the classes: classes=[…]")
         splits = [self.parts[k][0] for k, _ in self.places]
         ragged = [name for name, column in columns.items() if column.kind == "ragged"]
-        whole = not (ragged and store) and any(self.together([i], self.stored) for i in self.looked[:LEAST])
+        ready = [self.together([i], self.stored) is not None for i in self.looked]
+        whole = not {*ragged} & {*self.stored} and sum(ready) > 0.9 * len(ready)  # else by all cores, one by one
         size = sum(np.dtype(each.dtype).itemsize * math.prod(each.shape) for each in columns.values())
         return Survey(
             [*map(Entry, self.names, splits, [None] * len(self.names), self.groups)],
@@ -320,7 +330,7 @@ class Items:
             named=TARGET if self.kind == "classes" and self.stored else None,
             learn=self.learn,
             columns=columns,
-            block=min(max(BLOCK // max(size, 1), 1), MOST << 6 * whole),
+            block=min(max(BLOCK // max(size, 1), 1), MOST_ROWS if whole else MOST),
             together=partial(self.together, columns=self.stored) if whole else None,
         ), partial(self.sample, columns=self.stored)
 
@@ -349,8 +359,9 @@ def classes_of(data: Any, target: Any) -> list[str]:
     """Return the names that a Dataset has for classes given as numbers: a ClassLabel's, or `.classes` as in
     torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
     if isinstance(data, list | Table):
-        rows = [parts_of(item) for item in data if item is not None] if isinstance(data, list) else []
-        labels: Any = [row.get(target) for row in rows] if isinstance(data, list) else data.columns.get(target, ())
+        labels: Any = data.columns.get(target, ()) if isinstance(data, Table) else ()
+        if isinstance(data, list):
+            labels = [parts_of(item).get(target) for item in data if item is not None]
         several = [[label] if isinstance(label, str) else label for label in labels] * any(map(is_names, labels))
         return sorted({forms.compose(name) for names in several if is_names(names) for name in names})
     while isinstance(data, Subset):
@@ -370,14 +381,16 @@ def mark(values: Mapping[Any, Any]) -> bytes:
     """Return a hash of what an item holds, of a file its size and time."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in values.items():
+        kind = getattr(getattr(value, "dtype", None), "kind", "")  # of NumPy's and pandas'
+        value = value.tolist() if kind in ("O", "T") else value
         if isinstance(value, Path):
             stat = value.stat() if value.exists() else None
             value = str(value), stat and (stat.st_size, stat.st_mtime_ns)
         elif hasattr(value, "shape") or is_image(value):
             array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-            odd, flat = array.dtype == object or not array.size, np.ascontiguousarray(array).reshape(-1)
-            digest.update(repr(array.tolist()).encode() if odd else flat.view("u1").data)  # without a copy
-            value = array.dtype, array.shape
+            value, array = (array.dtype, array.shape), np.atleast_1d(array)
+            for part in np.array_split(array, 1 + min(array.nbytes // BLOCK, len(array))) if array.size else ():
+                digest.update(np.ascontiguousarray(part).reshape(-1).view("u1").data)  # a copy of that part at most
         elif isinstance(value, list) and not all(isinstance(each, str | int | float | None) for each in value):
             value = [each if each is None else mark(parts_of(each)) for each in value]
         elif not isinstance(value, str | bytes | int | float | list | tuple | None):

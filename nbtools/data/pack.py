@@ -204,10 +204,8 @@ class Pack(show.Table):
 
     def places(self, groups: Sequence[str | None], label: Any, labels: Any, seed: int, exact: bool) -> list[float]:
         """Return the place in [0, 1) of each sample: of its group or name, exact: of its arrays without the label."""
-        places, whole = [], exact and self.is_stored
-        columns = [
-            (np.asarray(self.arrays[c]), self.offsets.get(c)) for c in sorted(self.columns.keys() - {label}) * whole
-        ]
+        places, held_in = [], sorted(self.columns.keys() - {label}) if exact and self.is_stored else []
+        columns = [(np.asarray(self.arrays[name]), self.offsets.get(name)) for name in held_in]
         for i, name in enumerate(self.names):
             held = b"".join(a[i if at is None else slice(*at[i : i + 2])].tobytes() for a, at in columns)
             places.append(splits.position(groups[i] or held or name, seed))

@@ -7,7 +7,6 @@ its requirements are installed, from the folder of the repository:
 runs what can run on the CPU, a tape in place of CUDA graphs, to see that the tests themselves work.
 """
 
-import gc
 import os
 
 import pytest
@@ -47,13 +46,6 @@ def small_here(request, device):
     """A dry run leaves out the networks that take a CPU long."""
     if device.type == "cpu" and CASES[request.node.callspec.params["name"]].large:
         pytest.skip("too large for a dry run")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen():
-    """What is imported need not be looked at by each of hundreds of collections."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
