@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.types import Device
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from nbtools.data import Keys, Pack
 from nbtools.errors import CheckpointError, TrainError
@@ -24,6 +25,7 @@ from nbtools.train.ranks import Ranks, Restarted
 from nbtools.train.task import TaskLike, as_task, bind, build
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
+FORM = "form of a list or dict: "
 EMULATED = "this GPU only emulates bfloat16, which is slow: set amp=fp16"
 T = TypeVar("T")
 OTHER_RUN = "for another network choose another run folder, run='runs/…'"
@@ -211,9 +213,17 @@ class TrainState:
         return {**named, "rng": self.rng, **({} if self.cuda_rng is None else {"cuda_rng": self.cuda_rng})}
 
     def moments(self) -> dict[str, Any]:
-        """Return what the optimizer keeps, tensors and plain values: <name of the parameter>.<key>."""
-        pairs = ((name, self.optimizer.state.get(parameter, {})) for parameter, name in self.names.items())
-        return {f"{name}.{key}": value for name, kept in pairs for key, value in kept.items()}
+        """Return what the optimizer keeps, tensors and plain values: <name of the parameter>.<key>; of a list or dict,
+        as SOAP keeps, its form, and as <key>.<n> its values."""
+        moments = dict[str, Any]()
+        for parameter, name in self.names.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moments[f"{name}.{key}"] = value
+                if isinstance(value, list | tuple | dict):
+                    leaves, form = tree_flatten(value)
+                    moments |= {f"{name}.{key}.{n}": leaf for n, leaf in enumerate(leaves)}
+                    moments[f"{name}.{key}"] = FORM + treespec_dumps(form)
+        return moments
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Load the saved state. Parameters that were not trained when it was saved start without moments, and an event
@@ -249,6 +259,11 @@ class TrainState:
                 elif isinstance(value, Tensor) and value.dim() and self.built_in:
                     shapes = f"{tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}"
                     raise CheckpointError(f"the optimizer state of {name} has the shape {shapes}; {OTHER_RUN}")
+            for key, value in [*states[place].items()]:
+                if isinstance(value, str) and value.startswith(FORM):
+                    form = treespec_loads(value.removeprefix(FORM))
+                    leaves = [states[place].pop(f"{key}.{n}") for n in range(form.num_leaves)]
+                    states[place][key] = tree_unflatten(leaves, form)
             fresh += [] if states[place] else [name]
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
         follow(optimizer, self.applied)

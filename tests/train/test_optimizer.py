@@ -21,7 +21,8 @@ PLAN = nb.Plan(epochs=4, batch_size=16, lr=8e-3, schedule="constant")
 
 
 class Lion(torch.optim.Optimizer):
-    """arXiv 2302.06675, algorithm 2, with a step size in its groups that grows, as Prodigy's does."""
+    """arXiv 2302.06675, algorithm 2, with a step size in its groups that grows, as Prodigy's does, and a list as SOAP's
+    in its state."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "d": 1.0})
@@ -34,7 +35,7 @@ class Lion(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                _, [average] = self.state[p].setdefault("averages", ({}, [torch.zeros_like(p)]))
                 p.mul_(1 - lr * group["weight_decay"])
                 p.add_(average.lerp(p.grad, 1 - b1).sign(), alpha=-lr)
                 average.lerp_(p.grad, 1 - b2)
