@@ -206,6 +206,7 @@ class Job:
         plan, sums = plan.replace(amp="bf16" if self.bf16 else "off"), Sums(self.device)
         for raw in self.val:
             sums.add(scores(self.bound, net, on(self.device, raw), plan))
+        net.train()  # as Lightning's validation leaves it, which this stands for
         return sign * sums.read()[metric]
 
     def evaluate(self, net: nn.Module) -> float:

@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 CASES = {
     "captcha": Case(4000, 5, 0.95),
-    "hwdb": Case(1200, 4, -0.2),
+    "hwdb": Case(1200, 6, -0.4),
     "sign": Case(960, 5, 0.5),
     "segment": Case(400, 4, 0.23),
     "photos": Case(1536, 10, 0.95),
