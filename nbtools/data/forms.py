@@ -95,6 +95,8 @@ def move_points(points: Any, size: Sequence[int], resize: Resize) -> np.ndarray:
     points = numeric("points", points).astype(np.float32)
     if not resize:
         return points
+    if points.ndim == 0 or points.shape[-1] not in (2, 4):
+        raise PackError(points.shape, "points must be (…, 2) of x, y or (…, 4) of boxes", "leave out all else")
     before, after = np.array(size), np.array([resize[1], resize[0]])  # x, y
     ratio = after / before
     if resize[2] != "squash":
@@ -130,7 +132,7 @@ def numeric(name: str, value: Any) -> np.ndarray:
     if isinstance(value, list | tuple) and any(getattr(each, "shape", ()) for each in value):
         raise PackError("several", f"{name} must be one array", "return separate parts: (a, b, label), target=2")
     try:
-        value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        value = on_host(value)
         array = value.astype(float).filled(np.nan) if np.ma.is_masked(value) else np.asarray(value)
         array = np.array(array.tolist()) if array.dtype == object else array  # of a DataFrame, True among numbers
     except Exception as error:  # lists of unequal lengths, or what an object's own __array__ raises
@@ -141,6 +143,12 @@ def numeric(name: str, value: Any) -> np.ndarray:
         raise PackError(came, f"{name} must hold numbers", fix)
     wide = "f4" if array.dtype.kind == "f" else WIDER.get(f"{array.dtype.kind}{array.dtype.itemsize}", array.dtype)
     return array.astype(np.dtype(wide).newbyteorder("="), copy=False)
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor as NumPy can read it, on the host and bfloat16 as float32; all else as it is."""
+    value = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    return value.float() if getattr(value, "dtype", None) == torch.bfloat16 else value
 
 
 def bare(value: Any) -> Any:

@@ -256,8 +256,9 @@ class Items:
                 common[name] = Column("fixed", "|u1", (*common[name].shape, 3), "hwc")
             count = {"hwc": common[name].shape[-1], "chw": common[name].shape[0]}.get(common[name].layout, 1)
             above = common[name].dtype == "|u1" and max([*(options.mean or ()), *(options.std or ())]) > 1
-            if above or {len(options.mean or ()), len(options.std or ())} != {count}:
-                rule = f"mean and std must have {count} numbers, one per channel of {name}, of bytes in 0…1"
+            odd = not all(0 < std < math.inf for std in options.std or ())
+            if above or odd or {len(options.mean or ()), len(options.std or ())} != {count}:
+                rule = f"mean and std must have {count} numbers, one per channel of {name}, std > 0, of bytes in 0…1"
                 raise PackError(f"{rule}, got {options.mean} and {options.std}; columns: {there}")
         for name in self.marked:
             if len(images) != 1 or name not in common or (0, *common[name].shape)[-1] not in POINTS:
@@ -387,7 +388,7 @@ def mark(values: Mapping[Any, Any]) -> bytes:
             stat = value.stat() if value.exists() else None
             value = str(value), stat and (stat.st_size, stat.st_mtime_ns)
         elif hasattr(value, "shape") or is_image(value):
-            array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+            array = np.asarray(forms.on_host(value))
             value, array = (array.dtype, array.shape), np.atleast_1d(array)
             for part in np.array_split(array, 1 + min(array.nbytes // BLOCK, len(array))) if array.size else ():
                 digest.update(np.ascontiguousarray(part).reshape(-1).view("u1").data)  # a copy of that part at most

@@ -327,9 +327,8 @@ class Search:
         price = self.evaluation_s * samples / epoch_s
         if price and (seldom := evaluations(self.task.PLAN, self.pack.card, self.plan.epochs, price)):
             self.take({"eval_every": seldom})
-        recipe = "lr" in self.fixed or has_recipe(self.task, "lr")
         step_s = max(epoch_s / batches_in(samples, batch), self.eager_s)
-        trial = lr_trial(self.task, self.pack, self.plan, step_s, recipe)
+        trial = lr_trial(self.task, self.pack, self.plan, step_s, "lr" in self.fixed or has_recipe(self.task, "lr"))
         reason = trial.reason if trial.lr else f"{self.advice.reasons['lr']}; {trial.reason}"
         self.take({"lr": (trial.lr or self.plan.lr, reason)})
         return trial

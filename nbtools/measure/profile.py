@@ -159,9 +159,8 @@ def graph_change(run: Stepper) -> dict[str, Any]:
     change: dict[str, Any] = {"graph": True}
     if run.plan.amp == "fp16":
         change["amp"] = "bf16" if devices.reduced_precision(run.device) == "bf16" else "off"
-    few = shapes(run.pack, run.plan) <= MOST_GRAPHS
     never = run.device.type != "cuda" or run.plan.graph or unrecordable(run.plan.replace(**change))
-    return change if few and not never else {}
+    return {} if never or shapes(run.pack, run.plan) > MOST_GRAPHS else change
 
 
 def flops(run: Stepper, raw: Any) -> int:

@@ -179,7 +179,7 @@ def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     pairs = pack(list(zip(x, y, strict=True))).card.digest
     tables, sparse = (pd.DataFrame(x), pd.Series(y)), (SimpleNamespace(ndim=2, toarray=lambda: x), y)
     cuda = SimpleNamespace(ndim=2, cpu=lambda: torch.tensor(x)), y
-    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x), torch.tensor(y)), tables, sparse, cuda):
+    for columns in ((x, y), {"x": x, "y": y}, (torch.tensor(x).bfloat16(), torch.tensor(y)), tables, sparse, cuda):
         assert pack(columns).card.digest == pairs, type(columns)
     mixed, polars = frame(y=[True, False] * 10), SimpleNamespace(to_pandas=frame)
     made = pack((mixed, pd.DataFrame({"y": ["a", "b"] * 10})))  # with y as a table of one column
@@ -352,8 +352,9 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
     "text must be a module-level function": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
+    "std > 0, of bytes in 0…1, got .* 0.0,": ([(image(), 0)] * 20, {"mean": [0.5] * 3, "std": [0.5, 0, 0.5]}),
     "the inputs hold none: x float32": (Items(vector), {"mean": [0.5], "std": [0.5]}),
-    "of bytes in 0…1, got .*123.0": ([(image(), 0)] * 20, {"mean": np.full(3, 123.0), "std": [58] * 3}),
+    "std > 0, of bytes in 0…1, got .*123.0": ([(image(), 0)] * 20, {"mean": np.full(3, 123.0), "std": [58] * 3}),
 }
 
 

@@ -260,8 +260,7 @@ def lines_of(data: bytes | memoryview, name: str) -> Iterator[Line]:
         what = f"line {number}"
         (length,) = page.numbers("<i", what)
         if kind == "DGRL":
-            codes = bytes(page.take(CODE * length, what))
-            yield Line(codes, bits, [page.bitmap(LINE_BOX, what, bits)])
+            yield Line(bytes(page.take(CODE * length, what)), bits, [page.bitmap(LINE_BOX, what, bits)])
         else:
             words = [(page.take(CODE, what), page.bitmap(WORD_BOX, what, bits)) for _ in range(length)]
             yield Line(b"".join(code for code, _ in words), bits, [bitmap for _, bitmap in words])

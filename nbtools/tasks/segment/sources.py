@@ -85,8 +85,7 @@ class Source:
         for number, cells in rows:
             image, label = (self.find(cell, name) for cell in (*cells, "")[:2])
             if image and label and image != label:
-                split = word or parse_path(name)[0] or parse_path(image)[0]
-                self.add(Item(image, split, label), f"{name}:{number}")
+                self.add(Item(image, word or parse_path(name)[0] or parse_path(image)[0], label), f"{name}:{number}")
             else:
                 rule, fix = "image and label of a line must exist", "copy the files too, correct the line, or delete it"
                 self.rows.append(Row(f"{name}:{number}", ",".join(cells)[:120], rule, fix))

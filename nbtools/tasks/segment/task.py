@@ -77,8 +77,7 @@ class Plan(BasePlan):
 
 BASELINE = Plan(epochs=100, batch_size=32, optimizer="sgd", lr=5e-3, schedule="poly", weight_decay=1e-4)
 BASELINE = BASELINE.replace(warmup_epochs=5, crop=384, scale_low=0.25, scale_high=2.0, flip=0.5, jitter=0.4)
-BASELINE = BASELINE.replace(eval_every=5, eval_scales=ALL_SCALES, eval_flip=True, eval_full=True)
-BASELINE = BASELINE.replace(feed="workers", workers=0)
+BASELINE = BASELINE.replace(eval_every=5, eval_scales=ALL_SCALES, eval_flip=True, eval_full=True, feed="workers")
 """The guide's "before": every image decoded again in the main process, no mixed precision, and every fifth epoch an
 evaluation with all scales and mirror images. Its warmup counted 1,000 steps as epochs and never ended: here 5."""
 
@@ -249,9 +248,8 @@ def decode(outputs: Outputs, card: Card | Pack) -> list[np.ndarray]:
 
 def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
     """Return what the network reads and returns, for files that leave nbtools: a single pass, at any size."""
-    channels = card.columns["image"].shape[-1]
     pixels = f"(image.transpose(0, 3, 1, 2) - {MEAN}) / {SPREAD}"
-    inputs = {"image": (("batch", channels, "height", "width"), pixels)}
+    inputs = {"image": (("batch", card.columns["image"].shape[-1], "height", "width"), pixels)}
     return inputs, {"logits": (("batch", len(card.classes), "height", "width"), "argmax over axis 1: k is classes[k]")}
 
 

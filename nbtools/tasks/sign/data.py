@@ -205,8 +205,7 @@ def without_unseen(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
     arrays of other shapes as they are: `rules_of` refuses them."""
     if x.dtype.kind != "f" or x.shape[1:] != (WIDTH,) or mask.shape != (len(x), POINTS):
         return x
-    unseen = (mask == 0).repeat(2, axis=1)
-    return np.where(unseen & ~((x >= 0) & (x <= 1)), x.dtype.type(0), x)
+    return np.where((mask == 0).repeat(2, axis=1) & ~((x >= 0) & (x <= 1)), x.dtype.type(0), x)
 
 
 def places_in(names: Collection[str], options: Mapping[str, Any]) -> dict[str, str]:

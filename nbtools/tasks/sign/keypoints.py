@@ -59,8 +59,7 @@ def prepare_clips(clips: Keypoints, plan: Any, draws: Draws | None) -> Keypoints
     if plan.normalise == "hands":  # MediaPipe finds a hand whole or not at all: where a finger is seen, so is the wrist
         hands = points[:, :, LEFT.start : RIGHT.stop].unflatten(2, (len(HANDS), -1))
         hands[:, :, :, 1:].sub_(hands[:, :, :, :1]).mul_(SPAN)  # fingers relative to their wrist, enlarged
-    zero = constant((0,), points.device)
-    return clips._replace(points=points.where(clips.seen[..., None], zero))
+    return clips._replace(points=points.where(clips.seen[..., None], constant((0,), points.device)))
 
 
 def body(points: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,8 +113,7 @@ def between(points: Tensor, seen: Tensor, place: Tensor) -> tuple[Tensor, Tensor
     before, after = seen[rows, frames]  # each (B, R, P)
     share = torch.where(before, part * after, after)[..., None]  # of the later frame; of none where neither shows it
     earlier, later = points[rows, frames]
-    mixed = earlier.mul_(1 - share).add_(later.mul_(share))
-    return mixed, torch.where(part < 0.5, before, after)
+    return earlier.mul_(1 - share).add_(later.mul_(share)), torch.where(part < 0.5, before, after)
 
 
 def mirror(clips: Keypoints, chosen: Tensor) -> Keypoints:
