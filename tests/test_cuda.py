@@ -101,7 +101,8 @@ def pretend(patch: pytest.MonkeyPatch) -> TorchFunctionMode:
     told: dict[str, Any] = {"is_available": True, "is_bf16_supported": True, "mem_get_info": (2**35, 2**36)}
     told |= {"get_device_properties": CARD, "get_device_name": CARD.name, "memory_stats_as_nested_dict": held}
     told |= dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), 2**20)
-    told |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream"))
+    quiet = "synchronize", "empty_cache", "reset_peak_memory_stats", "current_stream", "is_current_stream_capturing"
+    told |= dict.fromkeys(quiet)
     for name, value in told.items():
         patch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     patch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())

@@ -76,7 +76,9 @@ def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
 
 
 def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow_and_nothing_starts_cuda_before_training():
-    slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision"}
+    slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision"} | {
+        "torch.utils.cpp_extension"
+    }
     code = f"""
 import sys, torch
 def started(*_): raise SystemExit("CUDA is started")

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, Self
 
 import torch
-from torch.utils.benchmark import Timer
 
 from nbtools import disk, show
 from nbtools.data import cache, cores
@@ -309,6 +308,8 @@ def check() -> Check:
 
 def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:
     """Return the FLOP/s of each of some rounds of square matrix products, in about so many seconds."""
+    from torch.utils.benchmark import Timer  # which warns where CUDA is installed without a GPU, as on Colab's CPUs
+
     side = 512 if device.type == "cpu" else 4096  # 512: 5 ms on one CPU core
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     timer = Timer("torch.mm(a, b)", globals={"torch": torch, "a": a, "b": b}, num_threads=torch.get_num_threads())

@@ -12,7 +12,7 @@ from nbtools.tasks.common.rules import ERROR, WARNING
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 MISSING = "image and label of a line must exist"
-PALETTE = Image.fromarray(ids(), "P")
+PALETTE = Image.fromarray(ids())
 PALETTE.putpalette((9, 9, 9, 200, 0, 0, 9, 9, 9))  # two ids have one colour: the index counts
 
 
