@@ -1,6 +1,4 @@
-"""Advice by rules of thumb: the plan to start from, with reasons. The guides' tiers and tables are labelled as what
-they are; what `nb.advise` measures on this machine takes their place.
-"""
+"""Advice by rules of thumb, labelled as what they are: the plan to start from, before `nb.advise` measures."""
 
 import math
 from collections.abc import Mapping
@@ -61,7 +59,6 @@ class Advice(Report):
         object.__setattr__(self, "plan", self.plan.marked(self.plan.to_dict() if built_in else advised))
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-        """Return one row per setting with its reason."""
         values = self.plan.to_dict()
         return ("setting", "value", "reason"), [(name, values[name], why) for name, why in self.reasons.items()]
 
@@ -107,7 +104,6 @@ class Machine:
 
 
 def inspect() -> Machine:
-    """Return this machine."""
     device = devices.pick()
     if device.type != "cuda":
         return Machine(device.type, "Apple GPU" if device.type == "mps" else "CPU")
@@ -118,8 +114,7 @@ def inspect() -> Machine:
 def decide(
     task: TaskLike, card: Card, machine: Machine, chosen: Choices | None = None, pretrained: bool = False
 ) -> Advice:
-    """Return advice that depends on card and machine alone. chosen: what was measured; it comes first, then what the
-    task suggests, and the rest follows from these. pretrained: whether the network's weights are pretrained."""
+    """Return advice for card and machine: first what was chosen (measured), then what the task suggests, then rules."""
     task = as_task(task)
     plan, base = task.PLAN, task.BASELINE
     advised = {**task.suggest(card, machine.accelerator), **(chosen or {}), **BROKEN.get(machine.accelerator, {})}

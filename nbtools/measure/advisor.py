@@ -3,7 +3,7 @@
 Each setting is judged by what it changes: precision and layout together by the time that the device works; the batch by
 samples/s; graphs where launching a step takes longer than computing it; the compiler where training is long. At last
 the plan, the rules' own and the baseline train in turns. On a CPU the time is this process's on one thread, so that a
-busy machine makes no other plan than an idle one. A part of the search whose time is over ends at its next step.
+busy machine makes no other plan than an idle one.
 """
 
 import dataclasses
@@ -254,7 +254,6 @@ class Search:
         return costs, whys
 
     def choose_batch(self) -> None:
-        """Take another batch where that is faster."""
         own, report, most = self.plan.batch_size, None, enough(self.pack.card)
         with self.until("batch size") as clock:
             report = find_batch(self.task, self.pack, self.plan.replace(**EAGER), max(clock.left(), 0.1), most, clock)

@@ -72,8 +72,8 @@ def find_batch(
 ) -> BatchReport:
     """Return the smallest batch within 5 % of the best throughput that fits, for this plan on this machine.
 
-    most: the largest size to consider (never more than the train split). seconds: roughly what the search takes.
-    Nothing outside changes. Raises TrainError if not even one sample fits, or the train split has fewer than two.
+    most: the largest size to consider. seconds: roughly what the search takes. Nothing outside changes. Raises
+    TrainError if not even one sample fits, or the train split has fewer than two.
     """
     device, pack = devices.pick(), as_task(task).part(pack, plan)
     train = pack.splits["train"]
@@ -123,7 +123,6 @@ class Finder:
         return [self.rows[key] for key in sorted(self.rows)], ended or LATE
 
     def look(self, now: int) -> Row:
-        """Return what a size gives, or why it does not fit."""
         row, reason = devices.within_memory(lambda: self.measure(now))
         if reason:
             release(self.stepper.state)
@@ -148,8 +147,7 @@ class Finder:
             raise MemoryError(f"it needs {size(need)}; of {size(self.free)} free memory, {percent(share)} is kept free")
 
     def peak(self, ids: np.ndarray) -> int:
-        """Return the most bytes that tensors on CUDA, whose statistics begin anew, or else this process on Linux hold
-        during a step of these samples; 0 where that is not said."""
+        """Return the most bytes that tensors on CUDA, or this process on Linux, hold during a step; 0 where unknown."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -217,11 +215,8 @@ def lr_trial(
     task: TaskLike, pack: Pack, plan: Plan, step_s: float, recipe: bool, seconds: float = 0.0, lrs: Sequence[float] = ()
 ) -> LrTrial:
     """Try lrs around the plan's own, whose steps take `step_s`; where the time does not allow 100 steps for each, there
-    is no trial: lr is None, and the reason says so. Nothing outside changes.
-
-    recipe: whether the plan's lr is one that the task is known to need, which wins where others are no better. seconds:
-    of the trial; 0: a tenth of the training, at least 15 and at most 120.
-    """
+    is no trial, and the reason says so. recipe: whether the task is known to need the plan's lr, which wins where
+    others are no better. seconds: of the trial; 0: a tenth of the training, at least 15 and at most 120."""
     pack, count, device = as_task(task).part(pack, plan), len(lrs or FACTORS), devices.pick()
     planned = plan.epochs * batches_in(pack.splits["train"], plan.batch_size)
     seconds = seconds or min(max(LEAST_S, SHARE * planned * step_s), MOST_S)

@@ -1,9 +1,5 @@
-"""The machine: its GPUs as plain values, a thread that samples one of them, the names of device and versions that every
-measured figure carries, and how fast its matrix products are.
-
-NVML (through nvidia-ml-py) reads a GPU without starting CUDA on it: that costs no VRAM, and processes can still be
-forked. What a device does not report (Colab's vGPUs and MIG slices omit much) is None.
-"""
+"""The machine: its GPUs, a thread that samples one, the names that every measured figure carries, and matrix rates.
+NVML reads a GPU without starting CUDA on it: that costs no VRAM, and processes can still be forked."""
 
 import platform
 import sys
@@ -53,11 +49,9 @@ READINGS: dict[str, tuple[str, tuple[int, ...], Callable[[Any], Any]]] = {  # fi
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU at one moment; None is what it does not report.
-
-    index: NVML's, by PCI bus, as nvidia-smi shows it. Memory in MiB, utilisation in % of the last sample period, power
-    in W, temperature in °C, clocks in MHz. processes: pids of programs that compute on it.
-    """
+    """One NVIDIA GPU at one moment; None is what it does not report. index: NVML's, by PCI bus, as nvidia-smi shows it.
+    Memory in MiB, utilisation in % of the last sample period, power in W, temperature in °C, clocks in MHz. processes:
+    pids of programs that compute on it."""
 
     index: int
     name: str
@@ -74,7 +68,6 @@ class Gpu:
     processes: tuple[int, ...] | None = None
 
     def cells(self) -> dict[str, str | None]:
-        """Return row → cell of the table."""
         return {
             "name": self.name,
             "capability": cell(lambda pair: ".".join(map(str, pair)), self.capability),
@@ -244,7 +237,6 @@ def kilobytes(path: str, word: str) -> int:
 
 
 def cpu_name() -> str:
-    """Return the model name of the CPU, or its architecture."""
     return line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
@@ -264,28 +256,9 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Check:
-    """Describe this machine. parts: part → what it is, None for what is not there; rates: precision → FLOP/s of square
-    matrix products, a value a round. Shows as tables."""
-
-    gpus: Gpus
-    parts: dict[str, str | None]
-    rates: dict[str, list[float]]
-
-    def __str__(self) -> str:
-        rows = []
-        for name, each in self.rates.items():
-            middle, least, most = (show.number(f(each) / 1e9) if each else "" for f in (median, min, max))
-            rows.append((name, f"{middle} ({least}–{most}, n = {len(each)})" if each else "not on this device"))
-        tables = [show.text(("machine", ""), [*self.parts.items()]), show.text(("matrix products", "GFLOP/s"), rows)]
-        hint = "A plan for your data, measured: python -m nbtools advise TASK --data SOURCE"
-        return "\n\n".join([str(self.gpus), *tables, hint])
-
-
-def check() -> Check:
+def check() -> str:
     """Show this machine's GPUs, versions, precisions and matrix rates."""
-    device, here = devices.pick(), machine()
+    device, here, rows = devices.pick(), machine(), []
     cuda = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     parts = {
         "trains on": f"{here['device']}, {here['cores']}",
@@ -294,6 +267,16 @@ def check() -> Check:
         "cuDNN": cell(str, torch.backends.cudnn.version()),
         "AMP": f"{devices.reduced_precision(device)}, where nb.advise measures a gain",
     }
+    for name, each in precisions(device).items():
+        middle, least, most = (show.number(f(each) / 1e9) if each else "" for f in (median, min, max))
+        rows.append((name, f"{middle} ({least}–{most}, n = {len(each)})" if each else "not on this device"))
+    tables = [show.text(("machine", ""), [*parts.items()]), show.text(("matrix products", "GFLOP/s"), rows)]
+    hint = "A plan for your data, measured: python -m nbtools advise TASK --data SOURCE"
+    return "\n\n".join([str(gpus()), *tables, hint])
+
+
+def precisions(device: torch.device) -> dict[str, list[float]]:
+    """Return precision → FLOP/s of square matrix products, a value a round; none of what the device lacks."""
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     dtypes = {"float32": torch.float32, "TF32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     there = {"TF32": ampere, "bf16": ampere or device.type == "cpu", "fp16": device.type in devices.FP16_DEVICES}
@@ -303,7 +286,7 @@ def check() -> Check:
             torch.set_float32_matmul_precision("high" if name == "TF32" else "highest")
             for seconds in (0.02, SECONDS):  # the first round warms up
                 rates[name] = matrix_rates(device, dtypes[name], seconds)
-    return Check(gpus(), parts, rates)
+    return rates
 
 
 def matrix_rates(device: torch.device, dtype: torch.dtype, seconds: float = 0.02) -> list[float]:

@@ -1,8 +1,5 @@
 """Where the time of a training step goes on this machine, what each change to the plan gains, measured, and hence the
-verdict: what the plan is bound by, and the one change most worth making.
-
-`host`: the share in which the device had nothing to do, as the host had not launched it yet; on a CPU in `device`.
-"""
+verdict: what the plan is bound by, and the one change most worth making."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -37,10 +34,10 @@ SENTENCES = {
 class Verdict(Report):
     """Say what limits a plan here, and the one change worth making. Shows as a sentence and a table.
 
-    wait, host, device: shares of a step that wait for data, that wait for the host to launch, and in which the device
-    works; together 1. products: the share of a step that matrix products, convolutions and attention would need at the
-    rate of a large product in the plan's precision. kernels: (name, share of the device's time), the longest ones.
-    waits: `file:line` at which the host waits for the GPU in a step. trials: of changes.
+    wait, host, device: shares of a step that wait for data, that wait for the host to launch (none on a CPU), and in
+    which the device works. products: the share that matrix products, convolutions and attention would need at the rate
+    of a large product in the plan's precision. kernels: (name, share of the device's time), the longest ones. waits:
+    `file:line` at which the host waits for the GPU in a step. trials: of changes.
     """
 
     timing: Timing
@@ -54,8 +51,7 @@ class Verdict(Report):
 
     @property
     def limit(self) -> str:
-        """Return data, launch, or, where the device takes most, compute or memory: it computes where its matrix
-        products need more than half of its time, else it moves tensors."""
+        """Return data, launch, or what the device does most: compute (its matrix products), or memory."""
         if self.wait >= max(self.host, self.device):
             return "data"
         return "launch" if self.host >= self.device else "compute" if self.products >= self.device / 2 else "memory"
@@ -100,11 +96,9 @@ class Verdict(Report):
 def verdict(
     task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, fixed: Collection[str] = (), run_s: float = 0.0
 ) -> Verdict:
-    """Measure a plan, and what changes to it gain, for about twice `seconds` (SECONDS) after warming up.
-
-    fixed: settings that may not change (a run that has started keeps some). run_s: seconds that the run took, if it
-    did; after a short one, less time. Nothing outside changes. Raises TrainError if training could not start.
-    """
+    """Measure a plan, and what changes to it gain, for about twice `seconds` (SECONDS) after warming up. fixed:
+    settings that may not change. run_s: seconds that the run took, if it did; after a short one, less time. Raises
+    TrainError if training could not start."""
     device, seconds = devices.pick(), seconds or min(SECONDS, (run_s or 60.0) / 20)
     phase("what limits it", 2 * seconds)
     with untouched(device):

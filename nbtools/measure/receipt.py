@@ -89,7 +89,6 @@ class Receipt(Report):
         return " ".join([*(f"{each}." for each in (*self.notes, cold) if each), ", ".join(self.machine.values())])
 
     def _repr_html_(self) -> str:
-        """Return the sentence and the table, with how it was measured folded."""
         title = "<summary style='display: list-item'>How this was measured, and what was not</summary>"
         return f"{html(*self.table(), self.caption())}<details>{title}{note(self.footer())}</details>"
 
@@ -130,8 +129,7 @@ def receipt(task: TaskLike, pack: Pack, plan: Plan, seconds: float = 0.0, run_s:
 
 
 def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) -> tuple[dict[str, Trial], list[str]]:
-    """Train plans in turns with the baseline, the first and as many others as there is time for; return (name → trial,
-    what is to say of the rest). Raises TrainError where the first cannot be."""
+    """Train plans in turns with the baseline, the first in any case; return (name → trial, what to say of the rest)."""
     trials, notes, late, most = dict[str, Trial](), list[str](), list[str](), min(LEAST, run_s or LEAST)
     most = max(most, SHARE * run_s, SHORT)
     first, step_s, start = next(iter(plans)), run.advance().seconds, run.clock()
@@ -159,7 +157,6 @@ def compare(run: Stepper, plans: dict[str, Plan], seconds: float, run_s: float) 
 
 
 def rung(name: str, trial: Trial, below: Rung, pack: Pack) -> Rung:
-    """Return what a trial showed, beside the rung below."""
     here = trial.timing or below.timing
     before, now = costs(below.timing.plan, pack), costs(here.plan, pack)
     changes = {n: f"{shown(before.get(n))} → {shown(now[n])}" for n in now if now[n] != before.get(n)}
@@ -197,8 +194,7 @@ def costs(settings: dict[str, Any], pack: Pack) -> dict[str, Any]:
 
 
 def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan | None, str]:
-    """Return (plan, what differs from the task's own and why), or (None, why) if it cannot train on this machine or
-    data. own: settings in place of the preset's."""
+    """Return (plan with `own` settings, what differs from the task's and why), or (None, why) if it cannot train."""
     made = as_task(task).PRESETS[name]
     try:
         plan = (made if isinstance(made, Plan) else made(pack.card)).replace(**own)

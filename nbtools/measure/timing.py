@@ -1,8 +1,4 @@
-"""Time a plan: a copy of the task trains whole steps on the plan's own batches; nothing outside changes.
-
-A step takes the longer of what the host launches and what the device computes; on a CPU both are one. Plans that are
-compared take turns, since a machine's speed changes meanwhile (nbtools.measure.turns).
-"""
+"""Time a plan: a copy of the task trains whole steps on the plan's own batches; nothing outside changes."""
 
 import copy
 import json
@@ -28,11 +24,8 @@ from nbtools.train import device as devices
 
 Clock = Callable[[], float]  # seconds since some moment
 
-STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}
-"""The same work per step, and no progress: a full lr without its warmup may lose the loss."""
-EAGER = {"compile": False, "graph": False}
-"""The same arithmetic, without minutes of compilation."""
-
+STILL = {"schedule": "constant", "warmup_epochs": 0.0, "lr": 1e-12, "min_lr": 0.0}  # a full lr may lose the loss
+EAGER = {"compile": False, "graph": False}  # the same arithmetic, without minutes of compilation
 STEADY, WARMING, WARMING_S = 0.1, 8, 10.0  # two steps this close are steady; most steps and seconds of warming up
 REPEATED = 64  # batches that a feed is given at once
 TYPICAL = 4  # batches of samples of different lengths that stand for all
@@ -49,9 +42,9 @@ def wall() -> float:
 class Timing:
     """Hold how fast a plan trains here, the median over `turns` turns.
 
-    samples_per_s: by the wall, with least and most; waited: the share of the time in which the device waited for data,
-    0–1. Seconds of a step: device_s, that the device works; host_s, that launching it takes the host (on a CPU both are
-    the step). cold_s: of the first steps, beyond what steady ones take: kernels loaded and tuned, code compiled.
+    samples_per_s: by the wall, with least and most; waited: the share of the time in which the device waited for data.
+    Seconds of a step: device_s, that the device works; host_s, that launching it takes the host (on a CPU both are the
+    step). cold_s: of the first steps, beyond what steady ones take: kernels loaded and tuned, code compiled.
     """
 
     plan: dict[str, Any]
@@ -80,18 +73,14 @@ class Turn(NamedTuple):
 
 
 def epochs(state: TrainState, feed: Feed, pack: Pack, plan: Plan) -> Generator[Raw, None, None]:
-    """Yield the batches of one epoch after another, in the order in which training sees them."""
     for epoch in count():
         state.epoch = epoch
         yield from feed(epoch_batches(pack, plan, epoch))
 
 
 class Stepper:
-    """A separate model in training, at an lr that moves no weight unless it is `learning`.
-
-    feed: an open one, to be shared; None: the plan's. halves: whether a step that does not fit into memory is taken in
-    smaller parts. Raises TrainError if training could not start.
-    """
+    """A separate model in training, at an lr that moves no weight unless it is `learning`. feed: an open one, to be
+    shared. halves: whether a step that does not fit is taken in smaller parts. Raises TrainError if it cannot start."""
 
     def __init__(
         self,
@@ -223,7 +212,6 @@ def trace(stepper: Stepper) -> Counter[str]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -231,7 +219,6 @@ def finish(device: torch.device) -> None:
 
 
 def epoch_batches(pack: Pack, plan: Plan, epoch: int = 0) -> list[np.ndarray]:
-    """Return the ids of an epoch's training batches."""
     ids = pack.ids("train")
     return batches_left(ids, lengths_of(pack, ids), plan.seed, epoch, [[plan.batch_size, 0]])
 
@@ -254,8 +241,7 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> tuple[list[np.ndarray], 
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Training inside changes nothing outside: random states, threads, determinism, cuDNN's autotuner, TF32; what was
-    created inside is freed, its memory returned."""
+    """Training inside changes no switch and no random state outside; its memory is returned."""
     devices.give_back()  # what an earlier run left is free, though allocators may keep it
     with ExitStack() as back, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         back.callback(devices.give_back)

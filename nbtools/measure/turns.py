@@ -1,12 +1,12 @@
-"""Plans side by side: trained in turns, so that the machine's other work affects each alike, and within a time limit
-that holds whatever that work is; and whether they learn the same."""
+"""Plans side by side, trained in turns within a time limit, so that other work affects each alike; and what they
+learn."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class Late(Exception):
     """The time of a measurement is over."""
 
 
-class Deadline:
+class Deadline(AbstractContextManager["Deadline"]):
     """A clock, read by every step, that ends the block that it is the context of: once `seconds` by `clock` are used,
     or `most` by the wall, whatever else the machine does. start: of both, if not now."""
 
@@ -184,9 +184,6 @@ class Deadline:
     def left(self) -> float:
         own, passed = self.clock() - self.start[0], wall() - self.start[1]
         return min(self.seconds - min(own, passed), self.most - passed)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: Any, *_: object) -> bool:
         return kind is Late

@@ -1,5 +1,4 @@
-"""Runs on a GPU: fed by either feed, interrupted, short of memory and replayed they are the same run, nothing in a step
-waits for the device, and the figures are those of a clock."""
+"""Runs on a GPU: the same however fed and interrupted, without a wait in a step, and with the figures of a clock."""
 
 import time
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ from cases import CASES, LEAN, run
 
 import nbtools as nb
 from nbtools.data import gather, on
-from nbtools.measure import Stepper, check, find_batch, timed, untouched
+from nbtools.measure import Stepper, find_batch, timed, untouched
+from nbtools.measure.machine import precisions
 from nbtools.train import TrainState, checkpoint, step, synchronizing, train, train_step
 from nbtools.train import device as devices
 
@@ -35,7 +35,6 @@ def trained(name, pack, device, evaluating=False, **changes):
 
 
 def require_same(found, expected, again):
-    """The same bits."""
     assert found[0] == expected[0] == again[0]
     assert [key for key, tensor in found[1].items() if not torch.equal(tensor, expected[1][key])] == []
 
@@ -68,7 +67,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(name, graph, packs, device, tmp_
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("small_here")
 def test_nothing_in_a_step_waits_for_the_device(name, amp, packs, device):
-    """With a moving average and clipping."""
     case = CASES[name]
     with untouched(device):
         plan = case.plan.replace(amp=amp, ema=0.9, clip_norm=1.0)
@@ -195,7 +193,7 @@ def test_rows_are_within_three_percent_of_a_clock_around_whole_epochs(graph, wat
 
 def test_each_format_is_measured_and_torch_is_left_as_it_was(device):
     before = torch.get_float32_matmul_precision()
-    rates = {name: max(each, default=0.0) for name, each in check().rates.items()}
+    rates = {name: max(each, default=0.0) for name, each in precisions(device).items()}
     assert torch.get_float32_matmul_precision() == before
     assert rates["float32"] > 1e9
     if device.type == "cuda":
