@@ -1,5 +1,4 @@
-"""The facts above the curves: the state of a run, how far it has come and when it ends, its best so far, readings of
-the machine; and the same as lines of text, for a terminal, a notebook and a log file."""
+"""The facts above the curves: how far a run has come, when it ends, its best; and the same as lines of text."""
 
 import math
 from collections.abc import Iterator

@@ -1,8 +1,5 @@
-"""The widgets of a Panel: buttons that act on a run, a strip of the settings that users change most while it trains,
-and a form with name, input, slider and note of each setting.
-
-Core ipywidgets of 7.7.1 and 8. What is above the curves keeps its height: a click under which a button moves is lost.
-"""
+"""The widgets of a Panel: buttons that act on a run, a strip of settings, a form. Core ipywidgets of 7.7.1 and 8. What
+is above the curves keeps its height: a click under which a button moves is lost."""
 
 from collections.abc import Callable
 from dataclasses import Field
@@ -34,12 +31,9 @@ OTHER = "Other settings …"
 
 
 class Form:
-    """The widgets of a Panel; they call its methods.
-
-    controls: of a run in progress, above its curves, the form folded. whole: of the panel's own cell: the form, after
-    a run folded, and while one is in progress the buttons, since its output may be gone. plan: what the fields show.
-    told: the newest message of the run.
-    """
+    """The widgets of a Panel; they call its methods. controls: of a run in progress, above its curves, the form folded.
+    whole: of the panel's own cell: the form, folded after a run, and amid one the buttons, since its output may be
+    gone. plan: what the fields show. told: the newest message of the run."""
 
     def __init__(self, panel: Any):
         self.panel, self.plan, self.told, self.filling = panel, panel.plan, "", False
@@ -57,7 +51,6 @@ class Form:
         self.arrange()
 
     def arrange(self) -> None:
-        """Put the widgets together, each in a class of live.css."""
         asking, knobs, rows = make(HBox, [self.notice, self.apply, self.keep], look="asking"), {}, {}
         for name, rule in self.panel.rules.items():
             unit = f" ({rule.metadata['unit']})" if rule.metadata.get("unit") else ""
@@ -113,8 +106,7 @@ class Form:
         self.show_run()
 
     def show_notice(self) -> None:
-        """Show the question or refusal, else what a change brought with it or what limits the plan, else what was
-        changed, and the buttons to answer with."""
+        """Show the question or refusal, else the note, else what was changed; and the buttons to answer with."""
         panel, names = self.panel, [*self.panel.bad]
         text = panel.note or panel.changed
         bad = f"Not applied: {'; '.join(panel.bad.values())}" if names else ""
@@ -178,7 +170,6 @@ def fold(title: str, children: list[Any]) -> widgets.Accordion:
 
 
 def make(kind: Any, *values: Any, look: str, **options: Any) -> Any:
-    """Return a widget in classes of live.css."""
     widget = kind(*values, **options)
     for name in look.split():
         widget.add_class(f"nbtools-{name}")

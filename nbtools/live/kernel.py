@@ -48,7 +48,6 @@ class Messages:
         return self
 
     def connect(self, kernel: Any) -> None:
-        """Receive the requests in the kernel's place."""
         self.session, threads = kernel.session, getattr(kernel, "shell_channel_thread", None)
         if threads is None:  # ipykernel 6
             stream = self.replies = kernel.shell_stream

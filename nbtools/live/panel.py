@@ -1,8 +1,5 @@
-"""Panel: the fields of a Plan as a form, built from the dataclass itself, so that a new setting appears here
-automatically; while a run is in progress, changes and clicks here become requests to it.
-
-Callbacks set values and nothing else: they may run on another thread.
-"""
+"""Panel: the fields of a Plan as a form, built from the dataclass itself; during a run, changes and clicks become
+requests to it. Callbacks set values and nothing else: they may run on another thread."""
 
 import dataclasses
 import re
@@ -123,8 +120,7 @@ class Panel:
             self.form.show()
 
     def make(self, plan: Callable[[], Plan], name: str = "", sure: bool = False) -> None:
-        """Make this the wanted plan, or, during a run, the one to confirm, unless the user is sure; or keep the reason
-        for refusing it. name: of the field that it comes from."""
+        """Want this plan, or ask, unless the user is sure; or keep the reason for refusing it. name: of its field."""
         with self.lock:
             try:
                 new, old, doubted = plan(), self.plan, self.bad
@@ -136,7 +132,6 @@ class Panel:
             self.form.show()
 
     def reason(self, name: str) -> str:
-        """Return the reason for a setting's value, if there is one."""
         value, advised, reason = getattr(self.plan, name), getattr(self.advised, name), self.reasons.get(name, "")
         if name in self.fixed:
             return self.fixed[name]

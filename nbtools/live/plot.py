@@ -22,11 +22,8 @@ Series = tuple[np.ndarray, np.ndarray]  # (steps, values), both (n,) float64
 
 class Columns:
     """The finite numbers of a history, by kind of row and column. `follow` reads new rows only: a frame of a long run
-    costs no more than one of a short run.
-
-    changes: rows of changed settings, and those that say that the run went back; epochs: rows of their ends. newest:
-    the last step or epoch row.
-    """
+    costs no more than one of a short run. changes: rows of changed settings, and those that say that the run went back;
+    epochs: rows of their ends; newest: the last step or epoch row."""
 
     def __init__(self) -> None:
         self.count, self.seen = 0, None
@@ -62,7 +59,6 @@ class Columns:
         return steps[order], values[order]
 
     def last(self, name: str) -> float | None:
-        """Return the last number of a column."""
         values = self.series(name)[1]
         return float(values[-1]) if len(values) else None
 
@@ -95,7 +91,6 @@ class Scale:
         return (inside - self.low) / (self.high - self.low)
 
     def ticks(self) -> tuple[list[float], list[str]]:
-        """Return (values, labels) from low to high."""
         from matplotlib.ticker import LogLocator, MaxNLocator
 
         wide = self.log and self.high > 10 * self.low
@@ -118,7 +113,6 @@ class Line:
 
     @property
     def dotted(self) -> bool:
-        """Return whether each value is a dot, where they are few."""
         return len(self.x) <= DOTS and not self.faint
 
 

@@ -1,5 +1,4 @@
-"""Requests to a run: panel, terminal, control.json and signals put their wish into one `Requests`, which the body of
-the loop reads between two steps."""
+"""Requests to a run: panel, terminal, control.json and signals put them into one `Requests`, read between two steps."""
 
 import json
 import signal
@@ -33,11 +32,9 @@ class Plans:
 
 @dataclass(eq=False)
 class Requests:
-    """Hold what is requested of a run. `state.plan` is the wanted plan, `state.applied` the one in effect.
-
-    advised: the plan that values are compared with. check: raises NbtoolsError for a plan that the run cannot continue
-    with. able: whether an action has anything to do. stopper: who asked for the stop.
-    """
+    """Hold what is requested of a run. `state.plan` is the wanted plan, `state.applied` the one in effect; advised:
+    what values are compared with. check: raises NbtoolsError for a plan that the run cannot continue with. able:
+    whether an action has anything to do. stopper: who asked for the stop."""
 
     state: TrainState | Plans
     advised: Plan
@@ -48,7 +45,6 @@ class Requests:
     stopper: str = "you"
 
     def post(self, action: str, by: str = "you") -> None:
-        """Request one of ACTIONS."""
         if action in ("pause", "resume", "stop"):
             self.paused = action == "pause"
         if action not in ("pause", "resume"):
@@ -66,8 +62,7 @@ class Requests:
         return "stop" in self.pending
 
     def want(self, plan: Plan, sure: bool = False) -> dict[str, str]:
-        """Make this the wanted plan, unless it has to be confirmed first: return setting → a sentence. Raises
-        NbtoolsError for a plan that the run cannot continue with."""
+        """Want a plan, unless it has to be confirmed first: return setting → a sentence. Raises as `check` does."""
         self.check(plan)
         asks = {} if sure else doubts(self.state.plan, plan, self.advised)
         if not asks and plan != self.state.plan:
@@ -104,8 +99,7 @@ def send(
 
 
 def receive(folder: Path, requests: Requests) -> None:
-    """Post what control.json requests, if the folder has one, and remove it. Raises NbtoolsError for a request that
-    breaks a rule or must be forced; then none of it is posted."""
+    """Post what control.json requests, and remove it. Raises NbtoolsError for what is refused: then none is posted."""
     path, mine, plan = folder / CONTROL, folder / f"{CONTROL}.part", requests.state.plan
     if not path.exists():
         return

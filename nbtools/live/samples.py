@@ -5,8 +5,9 @@ import io
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from html import escape
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
@@ -41,20 +42,15 @@ class Preview:
         return both if self.truth else [pair for pair in both if pair[1]]
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return (character, what was read for it), by place where lengths agree, else by the fewest edits: "" if
-        nothing was read, or nothing was to be read."""
+        """Return (character, what was read for it, "" for nothing), by place, or by what both have in common."""
         if self.whole:
             return [(self.truth, self.predicted)]
         if len(self.truth) == len(self.predicted):
             return [*zip(self.truth, self.predicted, strict=True)]
-        row = [(j, [("", c) for c in self.predicted[:j]]) for j in range(len(self.predicted) + 1)]
-        for a in self.truth:  # row: (edits, pairs) of what was read of the text so far and of each predicted[:j]
-            above, row = row, [(row[0][0] + 1, [*row[0][1], (a, "")])]
-            for j, b in enumerate(self.predicted):
-                ways = ((above[j], a != b, (a, b)), (above[j + 1], 1, (a, "")), (row[j], 1, ("", b)))
-                (edits, pairs), more, pair = min(ways, key=lambda way: way[0][0] + way[1])
-                row.append((edits + more, [*pairs, pair]))
-        return row[-1][1]
+        pairs = list[tuple[str, str]]()
+        for _, a, b, c, d in SequenceMatcher(None, self.truth, self.predicted, autojunk=False).get_opcodes():
+            pairs += zip_longest(self.truth[a:b], self.predicted[c:d], fillvalue="")
+        return pairs
 
 
 class Previews:

@@ -25,10 +25,8 @@ LOOK_EVERY = 0.25  # seconds between looks for control.json, and between updates
 
 
 class Surface(View):
-    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. Entered while it lasts.
-
-    looking: a requested evaluation is running, which a pause lets finish. undoable: whether a change can be undone.
-    """
+    """A View whose buttons and fields act on the run; GPU readings; `control.json`; Ctrl-C. looking: a requested
+    evaluation is running, which a pause lets finish. undoable: whether a change can be undone."""
 
     def __init__(self, folder: Path, state: TrainState, pack: Pack, history: History, given: Any, show: bool):
         super().__init__(folder, history, state.plan, pack.card, state.task.BEST, given, show)
@@ -79,7 +77,6 @@ class Surface(View):
             return []
 
     def able(self, action: str) -> bool:
-        """Return whether there is anything to do for an action."""
         if action == "undo":
             return self.undoable() or self.state.plan != self.state.applied
         return action != "best" or "best" in checkpoint.read_index(self.folder)
@@ -136,11 +133,9 @@ class Surface(View):
         (self.answer if is_torchelastic_launched() else self.tell)(message)
 
     def report_all(self, messages: list[str]) -> None:
-        """Report messages, and empty the list."""
         while messages:
             self.report(messages.pop(0))
 
     def hold(self) -> None:
-        """Wait a moment during a pause."""
         self.draw(facts.PAUSED)
         sleep(PERIOD)

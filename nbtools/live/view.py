@@ -1,8 +1,5 @@
-"""What is shown of a run: buttons, live picture and form in a notebook, a bar in a terminal, messages in both.
-
-Widgets do not outlive their kernel, and GitHub shows no SVG: so what stays is a PNG, which every reader of notebooks
-shows, and the last frame again, which takes its place where scripts run.
-"""
+"""What is shown of a run: live in a notebook, a bar in a terminal. Widgets do not outlive their kernel, and GitHub
+shows no SVG: so what stays is a PNG, and the last frame again, which takes its place where scripts run."""
 
 import dataclasses
 import math
@@ -69,8 +66,7 @@ class View:
             self.output.begin(f"{PLOT_FILE} in {self.folder} shows how the run went")
 
     def draw(self, status: str = facts.TRAINING) -> None:
-        """Draw a new frame when it is due; else it costs only a clock read. If one fails, a message says so, and the
-        run continues without charts. status: the run's state."""
+        """Draw a new frame when it is due; if one fails, the run continues without charts. status: the run's state."""
         if self.output is None or (time.monotonic() < self.due and not self.output.stale):
             return
         try:
@@ -105,13 +101,11 @@ class View:
             say("  ".join(fields))
 
     def show_samples(self, previews: Sequence[samples.Preview]) -> None:
-        """Show the newest samples with their answers."""
         self.cards = previews
         if self.output is not None:
             self.output.samples.value = samples.html(previews)
 
     def changed(self, plan: Plan) -> None:
-        """The run continues with another plan."""
         self.about = dataclasses.replace(self.about, epochs=self.epochs(plan))
         self.bar.total = self.about.samples
 
@@ -143,8 +137,7 @@ class View:
         self.still(status, last=True, write=write)
 
     def still(self, status: str, last: bool = False, write: bool = True) -> None:
-        """Put the current picture, a PNG, below the live view or in its place, and into the run folder. If that fails,
-        a message says so; the run is complete without it."""
+        """Put a PNG below the live view or in its place, and into the run folder. If that fails, say so."""
         try:
             made = picture(self.columns.follow(self.history), self.about.best)
             lines = [f"{fact.label} {fact.value}".strip() for fact in facts.facts(self.columns, self.about, status)]
@@ -161,10 +154,8 @@ class View:
 
 class Output:
     """A cell's output: controls, facts, charts, samples and log below one another: what grows is below what is clicked.
-
-    stale: whether the curves should look different by now. log: lines as fields, of which a page shows as many as it
-    has room for. lives: whether the view is displayed. Its widgets outlive the run: nothing of that may be held here.
-    """
+    stale: whether the curves should look different by now. log: lines as fields. lives: whether the view is displayed.
+    Its widgets outlive the run: nothing of that may be held here."""
 
     def __init__(self, panel: Panel, own: bool) -> None:
         from ipywidgets import HTML, Dropdown, HBox, Layout, VBox
@@ -223,8 +214,7 @@ def keep(page: str, image: Any, metadata: Any, name: str | None = None) -> None:
 
 
 def log_html(lines: Sequence[list[str]]) -> str:
-    """Return the last lines of the log, and all of them folded; of one with fields those that do not fit their cell are
-    left out, from the right."""
+    """Return the last lines of the log, and all of them folded; live.css hides the fields that do not fit a line."""
     rows = []
     for fields in lines:
         texts = " ".join(f"<span>{escape(field)}</span>" for field in fields)
