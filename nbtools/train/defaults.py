@@ -244,8 +244,7 @@ def as_tuple(metrics: Any) -> tuple[Any, ...]:
 
 
 def score(metrics: Any, outputs: Any, batch: Batch, card: Card | None) -> dict[str, Pair]:
-    """Return metric → Pair, of names and of functions of (outputs, batch), which return a Pair or a mapping of them.
-    Raises TrainError for anything else, and for a name that is taken."""
+    """Return metric → Pair, of names and of functions of (outputs, batch). Raises TrainError for anything else."""
     pairs: dict[str, Pair] = {}
     for metric in as_tuple(metrics):
         own = metric if isinstance(metric, str) else getattr(metric, "__name__", type(metric).__name__)

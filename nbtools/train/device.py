@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 
 def world() -> int:
-    """Return how many processes torchrun started for this run."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 

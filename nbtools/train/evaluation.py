@@ -1,5 +1,4 @@
-"""Evaluation: loss and metrics of a split as exact sums, never augmented, in eval mode; and of a few samples before
-anything is trained or written. K classes."""
+"""Evaluation: loss and metrics as exact sums, never augmented, in eval mode; and of a few samples first. K classes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -60,8 +59,7 @@ class Sums:
 
 
 class Answered:
-    """A network that has given its outputs of a batch: for a loss in evaluation, whose forward pass also serves the
-    metrics. Of anything else, such as the batch with noise, it computes them."""
+    """A network that has given its outputs of a batch: a loss in evaluation shares the forward pass of metrics."""
 
     def __init__(self, network: nn.Module, outputs: Any, batch: Any):
         self.network: Any = network
@@ -80,7 +78,6 @@ class Answered:
 
 
 def state_of(batch: Any) -> list[Any]:
-    """Return what changes when a batch is changed."""
     held = batch.items() if isinstance(batch, Mapping) else ()
     return [(n, id(x), x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for n, x in held]
 

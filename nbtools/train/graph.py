@@ -40,8 +40,7 @@ stream = cache(torch.cuda.Stream)  # one for all recorders of the process: on ea
 
 
 class Graphs:
-    """The recorded steps of a run, one for each shape of a whole batch. events: where to say that there are none. off:
-    why, or "". replayed: how many steps were."""
+    """The recorded steps of a run by shape. events: where to say that there are none. off: why, or ""."""
 
     def __init__(self, device: torch.device, events: list[str]):
         self.recorder, self.device, self.events, self.off, self.replayed = Recorder(device), device, events, "", 0

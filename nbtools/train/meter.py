@@ -1,8 +1,6 @@
-"""The meter: loss, speed and memory of a run, and the stopwatch by which loop and measurements take their time.
-
-A GPU works behind the host's back: the host only queues kernels. So time is read from CUDA events; elsewhere the host's
-clock is exact. Values cross to the host on log steps only, whose rows come when they have arrived.
-"""
+"""The meter: loss, speed and memory of a run, and the stopwatch by which loop and measurements take their time. The
+host only queues a GPU's kernels, so time is read from CUDA events; elsewhere the host's clock is exact. Values cross to
+the host on log steps only, whose rows come when they have arrived."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -35,10 +33,8 @@ class Diverged(TrainError):
 
 class Stopwatch:
     """Time steps by the device: `mark` before a batch is fetched, when it is there, and after the step make a span.
-
     Where the device is behind, a step begins as the one before it ends; where it idles, as the host begins it. `wall`:
-    seconds of the loop by the host's clock, without pauses.
-    """
+    seconds of the loop by the host's clock, without pauses."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] | None = None):
         self.device, self.clock = device, clock or perf_counter
@@ -124,8 +120,7 @@ class Meter:
         return self.host.tolist()
 
     def rows(self, wait: bool = True) -> list[Record]:
-        """Return the row of the last log step, if it is still to come; without waiting, only if its values are here.
-        Raises Diverged if the loss is not finite, or fp16 skips all steps."""
+        """Return the row of the last log step once its values are here, or when waiting. Raises Diverged."""
         if self.pending is None or not (wait or self.event is None or self.event.query()):
             return []
         (record, spans), self.pending = self.pending, None
@@ -171,8 +166,7 @@ class Meter:
 
 
 def averages(loss: str, total: float, count: float, samples: int, times: tuple[float, float]) -> dict[str, float]:
-    """Return the mean loss under its name, none where no step counted: 0 would be the best of all; samples_per_s; and
-    the share of the time in which the device waited for data. times: seconds in all, and of them waiting."""
+    """Return the mean loss under its name, none where no step counted: 0 would be the best of all; and speeds."""
     seconds, waited = max(times[0], 1e-9), times[1]
     speed = {"samples_per_s": samples / seconds, "data_wait": waited / seconds}
     return {loss: total / count, **speed} if count else speed

@@ -1,8 +1,5 @@
-"""Plan: every training setting, in one frozen value that is checked when it is made; the learning rate as a function of
-it; what a run may change of it.
-
-A task adds settings by subclassing `Plan` with `knob(...)` fields; panel and terminal read the dataclass fields.
-"""
+"""Plan: every training setting in one frozen value, checked when it is made; lr as a function of it; what a run may
+change. A task adds settings by subclassing it with `knob(...)` fields, which panel and terminal read."""
 
 import dataclasses
 import difflib

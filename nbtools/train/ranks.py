@@ -1,9 +1,6 @@
-"""Several processes that train one model: torch's DistributedDataParallel (DDP) under torchrun.
-
-Every process, a rank, runs the same program on its share of each batch; DDP takes the mean of the gradients. Rank 0
-alone has the run folder, the history and what the user asks for: by gloo, which never waits for a GPU, it broadcasts an
-object before every step, and the others obey.
-"""
+"""Several processes that train one model: torch's DistributedDataParallel (DDP) under torchrun. Every process, a rank,
+runs the same program on its share of each batch; DDP takes the mean of the gradients. Rank 0 alone has the run folder,
+the history and what the user asks for: by gloo, which never waits for a GPU, it tells the others before every step."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -44,8 +41,7 @@ class Ended(Exception):
 
 
 class Ranks:
-    """The processes of one run, as one of them sees them; without a device this is the only one. rank: from 0 to
-    world - 1; again: whether torchrun started it anew."""
+    """The processes of one run, as one of them sees them; without a device it is alone. again: started anew."""
 
     def __init__(self, device: torch.device | None = None):
         self.rank, self.world, self.device = 0, 1, device
@@ -141,7 +137,6 @@ def limit() -> timedelta:
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Turn an error of a process group into RankLost."""
     try:
         yield
     except RuntimeError as error:
