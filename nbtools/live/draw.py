@@ -34,8 +34,7 @@ def page(shown: Picture, head: str = HEAD) -> str:
 
 
 def panel(chart: Chart, shown: Picture) -> str:
-    """Return one chart under its title and legend: levels, changes and curves as SVG, the labels of both axes next to
-    it. A change says on hover what it was; a label at the end of the x axis ends there."""
+    """Return one chart under its title and legend: levels, changes and curves as SVG, labels of the axes next to it."""
     levels, texts, scale = "", f'<span class="nbt-unit">{escape(shown.x)}</span>', chart.scale
     for value, label in zip(*scale.ticks(), strict=True):
         height = 1 - float(scale.places(value))

@@ -44,8 +44,7 @@ Costs = dict[float, np.ndarray | None]
 
 @dataclass(frozen=True)
 class Row:
-    """Hold what one batch size gave. samples_per_s: 0 where it does not fit, and `reason` says why; memory: bytes that
-    a run holds at its peak with the largest samples beyond those in use before, 0 where that is not known."""
+    """What one batch size gave. samples_per_s: 0 where it does not fit; memory: bytes at its peak, 0 where unknown."""
 
     batch_size: int
     samples_per_s: float = 0.0
@@ -199,10 +198,8 @@ class LrTrial(Report):
 
 def lr_sweep(task: TaskLike, pack: Pack, plan: Any, lrs: Iterable[float] = (), seconds: float = 60.0) -> LrTrial:
     """Try learning rates for about `seconds`, and say which one is the best: the plan's times 1/9, 1/3, 1, 3 and 9, and
-    beyond the end at which the best one lies; or those given. plan: a Plan, Panel or Advice.
-
-    The caller's model, random state and GPU memory are unchanged. Raises TrainError where it cannot.
-    """
+    beyond the end at which the best one lies; or those given. plan: a Plan, Panel or Advice. The caller's model, random
+    state and GPU memory are unchanged. Raises TrainError where it cannot."""
     plan, lrs = getattr(plan, "plan", plan), [*dict.fromkeys(map(float, lrs))]
     if wrong := [lr for lr in lrs if not 0 < lr < math.inf]:
         raise TrainError(f"lr_sweep: every lr must be greater than 0 and finite, got {wrong[0]!r}")

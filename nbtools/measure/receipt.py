@@ -207,8 +207,7 @@ def preset(task: TaskLike, pack: Pack, name: str, /, **own: Any) -> tuple[Plan |
 
 
 def fitting(plan: Plan, pack: Pack) -> tuple[Plan, dict[str, tuple[Any, str]]]:
-    """Return (the plan as it fits here, setting → (value, why)): what has to differ. fp16 becomes float32 without a
-    GPU, as torch's own autocast for CUDA does there."""
+    """Return (the plan as it fits here, setting → (value, why)). fp16 is float32 without a GPU, as in torch."""
     changes: dict[str, tuple[Any, str]] = {}
     if plan.batch_size > (train := pack.splits["train"]):
         changes["batch_size"] = train, "the whole train split"
