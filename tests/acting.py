@@ -33,7 +33,6 @@ def acting(actions: Mapping[int, Callable[[], Any]] | None = None, **hooks: Any)
 
 
 def asking(folder: Path, *actions: str, force: bool = False, **settings: Any) -> Callable[[], Any]:
-    """An action: request something of the run in a folder."""
     return lambda: send(folder, actions, settings, force)
 
 

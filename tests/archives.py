@@ -41,7 +41,6 @@ def zip_bytes(*members: tuple[str | zipfile.ZipInfo, bytes], method: int = zipfi
 
 
 def archived(files: dict[str, bytes], form: str) -> bytes:
-    """The same files in any of the formats."""
     return zip_bytes(*files.items()) if form == "zip" else PACKERS[form](tar_bytes(files))
 
 
@@ -57,7 +56,6 @@ def put(path: Path, data: bytes = b"") -> Path:
 
 
 def away(code: int = errno.ENOTCONN):
-    """As a disk that stops answering."""
     raise OSError(code, os.strerror(code))
 
 

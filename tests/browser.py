@@ -1,7 +1,4 @@
-"""A notebook in a real browser, in two generations of Jupyter: what a user sees and does, and when a run shows it.
-
-Controls are found as a user finds them, by what stands on or beside them. A click's time is taken in the page.
-"""
+"""A notebook in a browser, in two generations of Jupyter; controls are found by what stands on or beside them."""
 
 import json
 import re
@@ -34,10 +31,7 @@ def chromium(path: str) -> Iterator[Browser]:
 
 
 class Notebook:
-    """A notebook in a page. What differs between the two Jupyters are selectors and scripts, in `Lab` and `Classic`.
-
-    at: the cell in whose output controls are looked for. errors: what scripts of the page did not catch.
-    """
+    """A notebook in a page. at: the cell whose controls are looked for; errors: that scripts did not catch."""
 
     PROMPT = OUTPUT = CELL = PATH = LOADED = READY = RUN_ALL = RUN = INTERRUPT = SAVE = NO_KERNEL = BUSY = ""
 
@@ -55,7 +49,6 @@ class Notebook:
         self.page.wait_for_function(self.LOADED)
 
     def ready(self) -> None:
-        """Wait until its kernel listens."""
         self.page.wait_for_function(self.READY)
 
     def run_all(self) -> None:
@@ -118,7 +111,6 @@ class Notebook:
         )
 
     def acting(self, act: Callable[[], Any]) -> float:
-        """Do something; the time of the click, key or choice, in seconds since 1970."""
         self.page.evaluate("window.acted.length = 0")
         act()
         return self.page.evaluate("window.acted[0]")
@@ -140,7 +132,6 @@ class Notebook:
         return self.acting(lambda: self.page.keyboard.press(key))
 
     def shows(self, picture: Locator) -> bool:
-        """Whether an <img> is there, loaded and not collapsed."""
         loaded = "image => image.complete && image.naturalWidth > 0 && image.getBoundingClientRect().height > 50"
         return picture.count() > 0 and picture.first.is_visible() and picture.first.evaluate(loaded)
 
@@ -177,7 +168,6 @@ OPENED: dict[str, type[Notebook]] = {"lab": Lab, "classic": Classic}
 
 
 def saved(notebook: Notebook, path: Path) -> dict[str, Any]:
-    """Save; the file, once it is a later one."""
     before = path.stat().st_mtime_ns
     notebook.page.evaluate(notebook.SAVE)
     until(lambda: path.stat().st_mtime_ns > before, "the saved notebook")
@@ -218,7 +208,6 @@ class Log:
         return next((row["time"] for row in self.read() if row["time"] > since and holds(row)), 0.0)
 
     def step(self) -> float:
-        """Seconds of a step."""
         return statistics.median(b["time"] - a["time"] for a, b in pairwise(self.steps()))
 
 
@@ -234,7 +223,6 @@ class Person:
         self.silences: list[float] = []
 
     def turned(self, what: str, act: Callable[[], float], holds: Callable[[dict[str, Any]], bool]) -> None:
-        """Act, and wait for the batch that shows it."""
         clicked = act()
         self.waits.append((until(lambda: self.log.first(holds, clicked), what) - clicked, what))
 
@@ -242,7 +230,6 @@ class Person:
         return self.log.steps()[-1][knob]
 
     def put(self, way: Callable[[str, str], float], knob: str, words: str, value: Any) -> None:
-        """Type or choose a setting."""
         self.turned(f"{knob} = {words}", lambda: way(knob, words), lambda row: row[knob] == value)
 
     def paused(self) -> None:

@@ -1,8 +1,5 @@
-"""How large each room is, beside the size it has now and its budget: `python tests/budget.py`, a part of `make check`.
-
-Both numbers are in pyproject.toml, [tool.nbtools.budget]. It ends with 1 where a room has grown beyond `now`. Lines are
-of Python with docstrings, of the live view's JavaScript, or words of prose.
-"""
+"""How large each room is, beside the size it has now and its budget, [tool.nbtools.budget] of pyproject.toml: lines of
+Python with docstrings, of JavaScript, or words of prose. It ends with 1 where a room has grown beyond `now`."""
 
 import sys
 import tomllib

@@ -1,7 +1,4 @@
-"""The networks of the four tasks at small sizes, on packs of random tensors: no file is drawn, read or decoded.
-
-T frames of a clip, W columns of a line, P pixels.
-"""
+"""The networks of the four tasks at small sizes, on packs of random tensors: no file is drawn, read or decoded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +54,6 @@ class Case:
         return SimpleNamespace(**{**vars(self.task), "metrics": lambda outputs, batch: {}, "BEST": "-loss"})
 
     def pack(self, folder: Path, count: int) -> nb.Pack:
-        """So many samples, a sixth of them to validate."""
         rng = np.random.default_rng(0)
         splits = ["val" if i % 6 == 5 else "train" for i in range(count)]
         samples = [self.draw(rng) for _ in range(count)]
@@ -86,7 +82,6 @@ def clip(rng: Rng) -> dict[str, np.ndarray]:
 
 
 def scene(rng: Rng) -> dict[str, np.ndarray]:
-    """Blocks of three classes, each of its own colour in noise."""
     label = rng.integers(3, size=(3, 4), dtype=np.uint8).repeat(32, 0).repeat(32, 1)
     noise, distance = rng.integers(128, size=(96, 128, 3)), rng.integers(256, size=(96, 128), dtype=np.uint8)
     pixels = (noise + 120 * np.eye(3, dtype=int)[label]).astype(np.uint8)

@@ -1,7 +1,4 @@
-"""What all tests share: a stated device, no network, and browsers only where there is one.
-
-Tests train on the CPU, also where there is a GPU, and in what they start; those in tests/cuda on the GPU.
-"""
+"""What all tests share: the CPU as their device, no network, and browsers only where there is one."""
 
 import gc
 import os
@@ -70,7 +67,6 @@ def pack(request, tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path, own_cache, monkeypatch):
-    """A folder with a cache and a Drive of the test's own."""
     (tmp_path / "drive").mkdir()
     monkeypatch.setenv("NBTOOLS_DRIVE", str(tmp_path / "drive"))
     return tmp_path
@@ -78,13 +74,11 @@ def place(tmp_path, own_cache, monkeypatch):
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """A cache of the test's own, so that no pack is there already."""
     monkeypatch.setenv("NBTOOLS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
 def one_cache(tmp_path_factory):
-    """A cache of the module's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBTOOLS_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

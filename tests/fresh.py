@@ -118,7 +118,6 @@ def wheel(folder: Path) -> Path:
 
 
 def text(notebook: NotebookNode) -> str:
-    """All that a notebook printed or showed as text."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "\n".join(output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs)
 
@@ -133,7 +132,6 @@ def check_chain(task: str, said: list[str]) -> None:
 
 
 def with_settings(notebook: NotebookNode, **settings: object) -> NotebookNode:
-    """The notebook with other values in its settings, as a user types them."""
     for setting, value in settings.items():
         [cell] = [c for c in notebook.cells if c.cell_type == "code" and re.search(rf"(?m)^{setting} = ", c.source)]
         cell.source = re.sub(rf"(?m)^{setting} = .*$", lambda _, s=setting, v=value: f"{s} = {v!r}", cell.source)

@@ -41,7 +41,6 @@ class Client:
     replies: list[dict] = field(default_factory=list)
 
     def until(self, wanted: Callable[[dict], bool], say: str) -> dict:
-        """The first message on iopub from now on that is wanted."""
         end = time.monotonic() + LIMIT
         while time.monotonic() < end:
             message = self.client.get_iopub_msg(timeout=LIMIT)
@@ -81,12 +80,10 @@ class Client:
         return next(message for message in self.replies if parent(message) == request)
 
     def slider(self) -> str:
-        """The id of the slider that was made last."""
         opened = [m["content"] for m in self.said if m["msg_type"] == "comm_open"]
         return [c["comm_id"] for c in opened if c["data"]["state"].get("_model_name") == "IntSliderModel"][-1]
 
     def own(self, kind: str, request: str) -> list[dict]:
-        """What was published of a kind in the name of a request."""
         return [m["content"] for m in self.said if m["msg_type"] == kind and parent(m) == request]
 
     def text(self, request: str) -> str:
@@ -99,7 +96,6 @@ class Client:
         return [content["execution_state"] for content in self.own("status", request)]
 
     def run(self, code: str) -> str:
-        """Runs a cell to its end; its text."""
         request = self.client.execute(code)
         self.end(request)
         return self.text(request)
@@ -228,7 +224,6 @@ def answers(address: str) -> bool:
 
 
 def write(path: Path, cells: Sequence[str]) -> Path:
-    """A notebook of code cells."""
     import nbformat  # three seconds, which other users of this module do without
 
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])

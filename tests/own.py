@@ -74,8 +74,6 @@ def line(inputs: int) -> nn.Module:
 
 
 class Mine(nb.Task):
-    """What a cell needs."""
-
     metrics = ("accuracy", "f1")  # pyright: ignore[reportAssignmentType]
     augment = ("flip",)
 

@@ -105,7 +105,6 @@ def packed(name: str, folder: Path, seed: int = 0) -> nb.Pack:
 
 
 def spread(name: str, pack: nb.Pack, plan: nb.Plan) -> dict[float, float]:
-    """lr of WIDE → the validation accuracy after the last epoch."""
     torch.manual_seed(plan.seed)
     task, found = nb.classify(PROBLEMS[name][1]), {}
     for lr in WIDE:

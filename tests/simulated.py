@@ -48,7 +48,6 @@ class Job:
             yield
 
     def pack(self, pack: Pack) -> Pack:
-        """The pack, with source files that take their time."""
         assert pack.raw is not None
         return dataclasses.replace(pack, raw=dataclasses.replace(pack.raw, read=self.read))
 

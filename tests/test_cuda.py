@@ -1,6 +1,5 @@
-"""The tests for a GPU work where little is installed, and what of them can run on a CPU passes there. And a CPU passes
-for a CUDA GPU, so that what is decided by `device.type` runs where there is none: events, traces, memory, recorded
-steps and precisions, but neither its speed nor its errors."""
+"""The tests for a GPU pass in a dry run where little is installed. And a CPU passes for a CUDA GPU, so that what is
+decided by `device.type` runs where there is none, but neither its speed nor its errors."""
 
 import json
 import os
@@ -43,8 +42,6 @@ CARD = SimpleNamespace(name="NVIDIA A100", major=8, minor=0, total_memory=40 * 2
 
 
 class OnCpu(TorchFunctionMode):
-    """What is asked of the GPU, the CPU does."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.device:
             return func(*args, **(kwargs or {}))

@@ -1,9 +1,6 @@
 """Break things on purpose: kill a run, let operations on the disk fail, damage archives. Nothing half-written is ever
-read, and the same line goes on exactly. A tenth of all cases is in `make test`, all of them in `make full`. And the
-disk module by itself.
-
-What is broken happens in a forked child, by an audit hook of Python itself: it sees each file opened, renamed, removed.
-"""
+read, and the same line goes on exactly. What is broken happens in a forked child, by an audit hook of Python, which
+sees each file opened, renamed, removed. A tenth of all cases is in `make test`, all of them in `make full`."""
 
 import contextlib
 import ctypes
@@ -296,7 +293,6 @@ def test_a_path_is_slow_by_its_longest_mount_point(tmp_path, monkeypatch):
 
 
 def own_and_be_killed(path, left):
-    """Take a lock, leave a fork that lives on, and be killed."""
     with disk.lock(path):
         left.send(archives.forked(time.sleep, 60).pid)
         os.kill(os.getpid(), signal.SIGKILL)

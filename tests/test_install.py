@@ -1,5 +1,4 @@
-"""Run all on a machine as Colab hands it out: the install cell brings nbtools, or pip says why not and all ends.
-And what the wheel holds that `make wheel` builds."""
+"""Run all on a machine as Colab hands it out: nbtools is installed, or pip says why not; and what the wheel holds."""
 
 import re
 import shutil
@@ -47,7 +46,6 @@ def test_run_all_on_a_new_machine_installs_from_githubs_zip_and_runs_to_the_end(
 
 
 def install_cell(source: str) -> str:
-    """The cell of a notebook that installs nbtools, with a SOURCE."""
     made = fresh.with_settings(execute.tiny("0_start_here"), SOURCE=source)
     return next(cell.source for cell in made.cells if cell.cell_type == "code")
 
@@ -74,21 +72,16 @@ def wheel(tmp_path_factory):
     return fresh.wheel(tmp_path_factory.mktemp("wheel"))
 
 
-def test_a_wheel_holds_the_package_its_script_its_marker_of_types_and_its_license_only(wheel):
+def test_a_wheel_holds_the_package_its_marker_of_types_and_license_only_and_its_readme_leads_to_the_repository(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if not name.endswith("/")}
+        [page] = [archive.read(name).decode() for name in held if name.endswith(".dist-info/METADATA")]
     package = {path.relative_to(build.ROOT).as_posix() for path in (build.ROOT / "nbtools").rglob("*.py")}
     about = {name for name in held if name.startswith("nbtools-")}
     scripts = {f"nbtools/live/{name}" for name in ("kept.js", "charts.js", "live.css")}
     assert held - about == package | {"nbtools/py.typed", *scripts}
     assert {"entry_points.txt", "LICENSE"} <= {name.rpartition("/")[2] for name in about}
     assert wheel.name.endswith("-py3-none-any.whl")
-
-
-def test_the_links_of_its_readme_lead_to_the_repository(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        page = archive.read(name).decode()
     inside = re.findall(rf"{re.escape(build.repository())}/(blob|raw)/main/([^)\s\"#]+)", page)
     assert {kind for kind, path in inside if path.endswith(".png")} == {"raw"}, "a picture's page is no picture"
     assert [path for _, path in inside if not (build.ROOT / path).exists()] == []

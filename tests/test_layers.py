@@ -26,7 +26,6 @@ def listed(room: str) -> set[str]:
 
 
 def faults(module: str, source: str) -> list[str]:
-    """What is wrong with the imports of one module."""
     mine, found = room_of(module), []
     level = ROOMS.index(mine) if mine in ROOMS else ROOMS.index("measure")  # a task: ground, data and train
     open_to = {"tasks", *((mine, "common") if module.startswith("nbtools.tasks") else ())}

@@ -11,6 +11,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from acting import refused
 from nbformat import NotebookNode
 
 import nbtools as nb
@@ -135,8 +136,7 @@ def with_data(name: str, **settings: object) -> dict[str, Any]:
 )
 def test_a_wrong_setting_stops_with_its_reason_and_no_demo_data_is_made(part, settings, words, place, desk):
     (place / "drive" / "damaged.tar").write_bytes(b"not a tar")
-    with pytest.raises(nb.NbtoolsError, match=words):
-        with_data(f"captcha/{part}", **settings)
+    refused(nb.NbtoolsError, words, with_data, f"captcha/{part}", **settings)
     assert not (place / "runs").exists()
     assert (place / "data").exists() == ("RUN" in settings), "whose pack is the default, and none is kept yet"
 

@@ -24,7 +24,6 @@ def without_dropout(card, plan, network=captcha.model):
 
 
 def trained(name, pack, folder):
-    """(what a program's meter saw, its mean losses)"""
     meter = Meter()
     folder.mkdir()
     with warnings.catch_warnings(), meter.watching(captcha), suppress(Enough):

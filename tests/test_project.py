@@ -1,5 +1,4 @@
-"""The files around the package agree with each other and with what they say. README and docs: links lead somewhere,
-every figure has its receipt, names exist, and commands and options parse."""
+"""The files around the package agree: links lead somewhere, figures have receipts, names exist, and options parse."""
 
 import json
 import re
@@ -20,11 +19,14 @@ from nbtools.__main__ import parser
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+UNPINNED = ("nbtools", "torchvision")  # PyPI's torchvision does not import next to the CPU build of torch
+OLDEST = "tests/stacks/oldest.txt"
 OLDEST_OF = ("text", "segment", "captcha", "onnx", "notebooks")  # options that the oldest stack has too
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCS = ROOT / "docs"
 COMMAND = re.compile(r"(?:python -m|-m --) nbtools ((?:[^`\n\\#]|\\\n)+)")
 GUIDES = {"In": "captcha", "Handwritten": "hwdb", "Captchas": "captcha", "Sign": "sign", "Segmentation": "segment"}
+CPP = "torch.utils.cpp_extension"
 NUMBER = r"[−-]?[\d,]+(?:\.\d+)?"
 
 
@@ -33,34 +35,25 @@ def lines(name: str) -> list[str]:
     return [line for line in text if line and not line.startswith("#")]
 
 
-def required() -> list[Requirement]:
-    return [Requirement(line) for line in lines("requirements.txt")]
+def required(*extras: str) -> list[Requirement]:
+    """What the package needs, and what these options of it do."""
+    optional = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    return [Requirement(line) for line in lines("requirements.txt") + optional if not line.startswith(UNPINNED)]
 
 
-def pins(name: str = "constraints.txt") -> dict[str, str]:
+def pins(name: str) -> dict[str, str]:
     pairs = (line.split("==") for line in lines(name))
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-@pytest.mark.parametrize("requirement", required(), ids=str)
-def test_nothing_of_colabs_is_reinstalled(requirement):
-    assert pins("tests/stacks/colab.txt")[canonicalize_name(requirement.name)] in requirement.specifier
-
-
-def test_the_oldest_stack_has_the_lower_end_of_each_range():
-    optional = [Requirement(line) for extra in OLDEST_OF for line in PROJECT["optional-dependencies"][extra]]
-    for requirement in required() + optional:
-        [lower] = [Version(each.version) for each in requirement.specifier if each.operator == ">="]
-        pinned = Version(pins("tests/stacks/oldest.txt")[canonicalize_name(requirement.name)])
-        assert pinned.release[: len(lower.release)] == lower.release, requirement
-        assert pinned in requirement.specifier
-
-
-def test_every_package_that_tests_use_has_an_exact_version_in_its_range():
-    optional = [Requirement(line) for extra in PROJECT["optional-dependencies"].values() for line in extra]
-    unpinned = {"nbtools", "torchvision"}  # PyPI's torchvision does not import next to the CPU build of torch
-    for requirement in required() + [r for r in optional if r.name not in unpinned]:
-        assert pins()[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+def test_each_stack_is_within_the_ranges_so_that_nothing_of_colabs_is_reinstalled_and_the_oldest_at_their_lower_ends():
+    stacks = {"tests/stacks/colab.txt": (), "constraints.txt": PROJECT["optional-dependencies"], OLDEST: OLDEST_OF}
+    for stack, extras in stacks.items():
+        for requirement in required(*extras):
+            pinned = Version(pins(stack)[canonicalize_name(requirement.name)])
+            assert pinned in requirement.specifier, (stack, requirement)
+            [lower] = [Version(each.version).release for each in requirement.specifier if each.operator == ">="]
+            assert stack != OLDEST or pinned.release[: len(lower)] == lower, requirement
 
 
 def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
@@ -76,9 +69,7 @@ def test_the_readmes_tree_is_true_and_names_each_folder_of_the_package():
 
 
 def test_importing_nbtools_loads_torch_and_nothing_else_that_is_slow_and_nothing_starts_cuda_before_training():
-    slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision"} | {
-        "torch.utils.cpp_extension"
-    }
+    slow = {"pandas", "PIL", "matplotlib", "scipy", "ipywidgets", "IPython", "gdown", "torchvision", CPP}
     code = f"""
 import sys, torch
 def started(*_): raise SystemExit("CUDA is started")
@@ -160,7 +151,6 @@ def commands() -> list[str]:
 
 
 def options() -> list[tuple[str, str]]:
-    """(task, options) in the right column of each table of docs/guides.md."""
     found = []
     for part in (DOCS / "guides.md").read_text().split("\n## ")[1:]:
         for line in re.findall(r"^\| `?.*? \| (.*) \|$", part, re.M):

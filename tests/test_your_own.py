@@ -1,5 +1,4 @@
-"""docs/your-own.md is true: its cells learn data that no demo writes in the promised number of lines, its blocks run,
-and its tables name what there is and quote what `nb.pack` says. And other jobs of somebody who has read it."""
+"""docs/your-own.md is true: its cells learn in the promised lines, its blocks run, its tables name what there is."""
 
 import html
 import re
@@ -61,7 +60,6 @@ class Photos(Dataset):
 
 
 def beside(title: str) -> list[str]:
-    """The blocks of a section: theirs, ours."""
     section = TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.S)
 

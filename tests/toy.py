@@ -58,12 +58,10 @@ def pack(source, *, ragged: bool = False, into: Path | None = None, progress: bo
 
 
 def make_pack(folder: Path, count: int = 200, ragged: bool = False, seed: int = 0) -> Pack:
-    """A pack of demo files, both below a folder."""
     return pack(demo(folder / "raw", count, ragged, seed), ragged=ragged, into=folder / "pack")
 
 
 def with_(**changes) -> Any:
-    """This task with some of its names replaced."""
     return SimpleNamespace(**{**globals(), **changes})
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from acting import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -86,8 +87,7 @@ def test_a_demo_replaces_a_demo_and_neither_mixes_with_other_data_nor_removes_it
     (tmp_path / "real").mkdir()
     for place, name in ((folder, "planted.png"), (tmp_path / "real", "1.PNG")):
         (place / name).write_text("mine")
-        with pytest.raises(PackError, match=rf"{name} was not written by this demo"):
-            files.write_demo(place, contents(name), (".png",))
+        refused(PackError, rf"{name} was not written by this demo", files.write_demo, place, contents(name), (".png",))
         assert (place / name).read_text() == "mine"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from acting import refused
 from cases import AUGMENT, CASES, Case, fixed, image
 from tape import synchronizing
 from test_every_task import card_of
@@ -21,7 +22,6 @@ from nbtools.train import Sums
 
 
 def narrow(name: str) -> Case:
-    """The case, so small that a CPU trains it in a test."""
     if name == "captcha guide":
         return replace(CASES[name], draw=image(24, 64), survey=fixed(24, 64))
     if name == "hwdb hctr":
@@ -36,7 +36,6 @@ def packs(tmp_path_factory):
 
 
 def built(name: str, pack: Any, **changes: Any) -> tuple[Any, Any, Any]:
-    """(task, plan, network without dropout)"""
     task, plan = narrow(name).task, CASES[name].plan.replace(**changes)
     torch.manual_seed(0)
     without_dropout(model := task.model(pack, plan))
@@ -135,8 +134,7 @@ def test_the_guides_networks_have_the_published_numbers_of_parameters(task, colu
 
 @pytest.mark.parametrize(("task", "network", "options", "said"), UNREADABLE)
 def test_a_network_that_cannot_read_the_data_is_refused(task, network, options, said):
-    with pytest.raises(PlanError, match=said):
-        task.model(card_of("", options, features=2048), task.Plan(network=network))
+    refused(PlanError, said, task.model, card_of("", options, features=2048), task.Plan(network=network))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -26,7 +26,6 @@ TASKS: dict[str, Any] = {"captcha": captcha, "lines": captcha, "hwdb": hwdb, "se
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory, one_cache):
-    """Name → its demo as a pack of 24 samples."""
     made = {}
     for name, options in DEMOS.items():
         folder = TASKS[name].demo(tmp_path_factory.mktemp(name), 24, **options)

@@ -29,7 +29,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def device():
-    """What is tried: the GPU, or in a dry run the CPU."""
     return torch.device("cpu" if DRY else f"cuda:{torch.cuda.current_device()}")
 
 
@@ -43,7 +42,6 @@ def gpu(device):
 
 @pytest.fixture
 def small_here(request, device):
-    """A dry run leaves out the networks that take a CPU long."""
     if device.type == "cpu" and CASES[request.node.callspec.params["name"]].large:
         pytest.skip("too large for a dry run")
 
@@ -62,7 +60,6 @@ def trains_there(monkeypatch):
 
 @pytest.fixture(scope="session")
 def packs(tmp_path_factory):
-    """name → a pack of that case, made once."""
     made = {}
 
     def pack(name, count=48):

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture(scope="module")
 def passes(packs):
-    """(name, device) → {what: a pass in float32}."""
     made = {}
 
     def of(name, device):

@@ -1,5 +1,4 @@
-"""fit, Run and the receipt: what one call leaves behind. What watches a run: called with each record
-that has values, they may stop it, or end it."""
+"""What one call of fit leaves behind, and its callbacks, which may stop a run, or end it."""
 
 import dataclasses
 import json
@@ -30,7 +29,7 @@ ONE = PLAN.replace(epochs=1)
 ctrl_c = partial(os.kill, os.getpid(), signal.SIGINT)
 
 
-def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(untouched):
+def test_a_run_folder_has_the_columns_of_the_guides_log_and_the_best_weights_which_read_raw_files(untouched, pack):
     files = {path.name for path in untouched.folder.iterdir()}
     assert {"plan.json", "history.csv", "run.json", "card.json", "plot.png"} <= files
     assert not [name for name in files if name.endswith(".part")]
@@ -40,9 +39,6 @@ def test_a_run_folder_holds_its_checkpoints_and_the_columns_of_the_guides_log(un
     assert np.isfinite(np.asarray(epochs[wanted], float)).all()
     assert list(untouched.summary().index) == [1, 2, 3]
     assert 0 < epochs.lr.iloc[-1] < 0.02 * untouched.plan.lr  # the last step still learns
-
-
-def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_preprocessing(untouched, pack, tmp_path):
     opened = nb.Run.open(untouched.folder, toy)
     best = max(untouched.history.of("epoch"), key=lambda row: row["val_accuracy"])
     assert opened.best["epoch"] == best["epoch"] + 1, "counted from 1, as everywhere on a screen"
@@ -51,7 +47,7 @@ def test_an_opened_run_gives_the_best_weights_and_reads_raw_files_with_its_own_p
     assert untouched.predict(files, batch_size=7) == untouched.predict_pack(pack, range(20))
     assert untouched.predict(files[0]) == untouched.predict([files[0]])
     assert untouched.predict([]) == []
-    refused(PackError, r"nothing\.npy: No such file", untouched.predict, tmp_path / "nothing.npy")
+    refused(PackError, r"nothing\.npy: No such file", untouched.predict, untouched.folder / "nothing.npy")
 
 
 def test_an_export_is_enough_to_use_the_model(untouched, pack, tmp_path, monkeypatch):

@@ -51,7 +51,6 @@ def launched(pack: nb.Pack, run: str = "run", epochs: int = 3, **more: Any) -> n
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Processes that work in a folder, this one aside."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

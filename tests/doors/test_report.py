@@ -1,5 +1,4 @@
-"""What a run gives: where it is right and wrong, against values by hand; answers to a folder; and an ONNX file, whose
-answers are torch's. And runs next to each other: what differs, and which is best where chance does not explain it."""
+"""What a run gives: reports, against values by hand; answers to a folder; an ONNX file. And runs next to each other."""
 
 import json
 import re
@@ -46,7 +45,6 @@ def a_run(task: Any, pack: nb.Pack, plan: nb.Plan, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
-    """(run, pack) of images of three classes."""
     folder = tmp_path_factory.mktemp("report")
     pack = own.packed("images", folder)
     return a_run(own.task, pack, own.PLAN, folder / "run"), pack
@@ -231,7 +229,6 @@ EVIL = '<img src=x onerror="alert(1)">'
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two short runs that differ in batch size and epochs."""
     folder = tmp_path_factory.mktemp("compare")
     pack, plan = toy.make_pack(folder), toy.PLAN.replace(lr=1e-3)
     slow = nb.fit(toy, pack, plan, folder / "runs" / "slow", **QUIET)
@@ -281,7 +278,6 @@ def test_its_charts_answer_the_pointer_and_are_a_picture_where_scripts_do_not_ru
 
 
 def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
-    """Copies of a run with one evaluation of this accuracy and loss each."""
     for k, (accuracy, loss) in enumerate(values):
         copy = shutil.copytree(run.folder, folder / f"run-{k}")
         checkpoint.mark(copy, id=copy.name, best="0001-00000010")  # a run of its own
@@ -293,15 +289,12 @@ def reached(folder, run, *values: tuple[float, float]) -> list[Any]:
     return [folder / f"run-{k}" for k in range(len(values))]
 
 
-def test_the_best_run_is_named_where_more_than_chance_sets_it_apart(runs, displayed, tmp_path):
+def test_the_best_run_is_named_where_more_than_chance_sets_it_apart_on_the_same_data(runs, displayed, tmp_path):
     apart = nb.compare(*reached(tmp_path / "apart", runs[0], (0.03, 1.0), (0.9, 0.03)))
     assert "run-1 is the best: accuracy 0.900, 0.870 above " in apart.conclusion
     assert displayed(apart)[-1]["text/html"].count("data-log") == 1, "of the loss"
     close = nb.compare(*reached(tmp_path / "close", runs[0], (0.9, 1.0), (0.91, 0.2)))
     assert "run-0 0.900; on 48 validation samples, chance alone can explain such" in close.conclusion
-
-
-def test_no_run_is_the_best_of_different_data_or_before_both_have_been_evaluated(runs, tmp_path):
     plan = toy.PLAN.replace(epochs=1)
     other = nb.fit(toy, toy.make_pack(tmp_path / "other", count=120), plan, tmp_path / "b", **QUIET)
     assert "have different tasks, or were validated on different data" in nb.compare(runs[0], other).conclusion

@@ -1,5 +1,4 @@
-"""While a cell trains its widgets react, and nothing else changes: real kernels, real widgets, real messages. And a run
-under its live view in these kernels, and what it leaves there when it is over."""
+"""While a cell trains its widgets react, and nothing else changes: real kernels, widgets and messages."""
 
 import re
 from html import escape
@@ -36,7 +35,6 @@ print("end", seen, messages.trouble, flush=True)
 
 
 def train(events: int, before: str = "", after: str = "") -> str:
-    """A cell that runs until so many events were handled."""
     return TRAIN.format(events=events, before=before, after=after, patience=LIMIT)
 
 
@@ -50,7 +48,6 @@ def kernel(request, tmp_path_factory):
 
 
 def begin(kernel: Client, code: str) -> tuple[str, str]:
-    """Starts a training cell and waits until it trains; the request and its slider."""
     cell = kernel.client.execute(code)
     kernel.printed("ready")
     return cell, kernel.slider()
@@ -70,7 +67,6 @@ def recording(kernel):
 
 
 def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_sliders_do_not_stall(recording):
-    """After each the kernel is busy with the cell again."""
     assert f"end {list(range(1, EVENTS + 1))} None\n" in recording.kernel.text(recording.cell)
     states = [m for m in recording.kernel.said if m["msg_type"] == "status"]
     for event in recording.events:
@@ -79,16 +75,13 @@ def test_every_event_is_handled_while_its_cell_runs_busy_and_idle_once_so_that_s
         assert (states[idle + 1]["content"]["execution_state"], parent(states[idle + 1])) == ("busy", recording.cell)
 
 
-def test_what_the_cell_prints_and_shows_after_an_event_lands_in_its_own_output(recording):
+def test_what_the_cell_prints_lands_in_its_own_output_and_cells_queued_meanwhile_run_after_it_in_order(recording):
     own = [m["content"] for m in recording.kernel.said if parent(m) == recording.cell]
     text = "".join(content["text"] for content in own if "text" in content)
     shown = [content["data"]["text/plain"] for content in own if "data" in content and "metadata" in content]
     assert [f"after {value}\n" in text for value in range(1, EVENTS + 1)] == EVENTS * [True]
     assert {f"'shown {value}'" for value in range(1, EVENTS + 1)} <= {*shown}
     assert "callback" not in text
-
-
-def test_cells_queued_meanwhile_run_after_it_in_order_and_once(recording):
     kernel, cells = recording.kernel, [recording.cell, *recording.queued]
     own = [m for m in kernel.said if parent(m) in cells and (m["msg_type"] == "execute_input" or over(m))]
     assert [(parent(m), over(m)) for m in own] == [(cell, end) for cell in cells for end in (False, True)]

@@ -1,7 +1,5 @@
 """The live surface in a real browser: a visit to a training notebook in each of two generations of Jupyter, a test a
-claim. Each goes on in the page that the one before has left. `make full` visits each once more, alone, by the clock;
-and papermill executes the same notebook, where nobody clicks, as nbclient those of test_notebooks and test_install.
-"""
+claim, each in the page that the one before has left. `make full` visits each once more, alone, by the clock."""
 
 import json
 import re
@@ -78,8 +76,7 @@ def cells(count: int, epochs: int) -> list[str]:
 
 
 class Visit:
-    """The notebook in a browser. opened: how its file is opened at the end; thorough: whether every interaction is done
-    twice; files: the notebook as it was saved, by when."""
+    """The notebook in a browser. opened: how its file is at the end; thorough: all is done twice; files: as saved."""
 
     def __init__(self, stack: Stack, opened: str, thorough: bool, window: Any, address: str, work: Path):
         self.opened, self.thorough, self.window, self.work = opened, thorough, window, work
@@ -90,7 +87,6 @@ class Visit:
         self.files: dict[str, dict[str, Any]] = {}
 
     def steps(self, more: int) -> None:
-        """Wait for more steps of the run."""
         before = len(self.log.steps())
         until(lambda: len(self.log.steps()) > before + more, "steps")
 
@@ -126,7 +122,6 @@ def begun(request, chromium, tmp_path_factory):
 
 @pytest.fixture
 def visit(begun, request) -> Visit:
-    """The visit, which ends with the first test that fails."""
     if request.session.testsfailed > begun[1]:
         pytest.skip("an earlier part of the visit failed")
     return begun[0]
@@ -279,7 +274,6 @@ def test_queued_cells_run_afterwards_in_order_on_the_run_that_was_stopped(visit)
 
 
 def test_refreshing_the_picture_does_not_touch_the_live_view_and_hides_behind_it(visit):
-    """The run goes on, with a picture often."""
     notebook, plot, images = visit.notebook, visit.work / RUN / "plot.png", visit.output.locator(PICTURE)
     for cell in (STILLS, FIT, SECOND, THIRD):
         notebook.run(cell)

@@ -7,6 +7,7 @@ from html import escape, unescape
 from typing import Any
 
 import pytest
+from acting import refused
 
 from nbtools.errors import PlanError
 from nbtools.live import Panel, Plans, Requests
@@ -73,8 +74,7 @@ def test_untouched_it_is_the_advised_plan_with_a_field_for_every_setting():
     made = panel(lr=0.00123456789, batch_size=48)
     assert list(made.fields) == [field.name for field in dataclasses.fields(Plan)]
     assert made.plan == made.advised == Plan(lr=0.00123456789, batch_size=48)
-    with pytest.raises(PlanError, match="takes an Advice or a Plan, got dict"):
-        Panel({"lr": 1})
+    refused(PlanError, "takes an Advice or a Plan, got dict", Panel, {"lr": 1})
 
 
 @pytest.mark.parametrize(("name", "text", "value"), FIELDS)

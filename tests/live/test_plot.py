@@ -35,12 +35,10 @@ CAPTCHA = np.zeros((60, 160), np.uint8)
 
 
 def shown(found, about=ABOUT, x="step"):
-    """A history as both the live view and the PNG draw it."""
     return picture(Columns().follow(found), about.best, x)
 
 
 def page(found, about=ABOUT, status=""):
-    """What a notebook shows of it: facts and charts."""
     return f"<div>{facts.html(Columns().follow(found), about, status)}{draw.page(shown(found, about), head='')}</div>"
 
 
@@ -86,12 +84,18 @@ def test_it_shows_losses_metric_rate_speed_waiting_memory_changes_and_the_facts(
     assert ("GPU" in said) == ("waiting for data" in said) == (machine == "GPU")
 
 
-def test_the_share_of_waiting_is_of_the_last_steps_and_of_a_run_that_is_over_of_the_whole():
+def test_the_share_of_waiting_is_of_the_last_steps_at_the_end_of_all_and_the_x_axis_is_steps_samples_or_minutes():
     found = history()
+    for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
+        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
     for row in found.rows[-5:]:
         row["data_wait"] = 0.9
     assert re.search(r"waiting for data [12]\d %", texts(page(found, status="evaluating"))), "not of the newest alone"
     assert "waiting" not in texts(page(found, status="done"))
+    for step in (75, 225):
+        found.append(Record("evaluation", 4, step, step * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
+    assert "best whole accuracy 1.00" in texts(page(found)), "no evaluation amid an epoch"
+    assert "best cer 0.250" in texts(page(history(metric="cer"), About(best="-cer"))), "the least"
 
 
 def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(pack, tmp_path, monkeypatch):
@@ -100,16 +104,6 @@ def test_a_long_log_counts_as_a_cost_of_the_frames_that_send_it(pack, tmp_path, 
     made.output.log += [["epoch", "loss", "lr"]] * 100_000
     made.draw()
     assert made.due - time.monotonic() > 20, "at such a length, and not after a second"
-
-
-def test_the_x_axis_is_steps_samples_or_minutes_and_the_best_no_evaluation_amid_epochs_but_the_least_error_rate():
-    found = history()
-    for x, last in (("step", "200"), ("samples", "12800"), ("minutes", "2")):
-        assert f'data-x="{x}" data-first="0" data-last="{last}"' in draw.page(shown(found, x=x))
-    for step in (75, 225):
-        found.append(Record("evaluation", 4, step, step * 64, {"val_loss": 0.01, "val_whole_accuracy": 2.0}))
-    assert "best whole accuracy 1.00" in texts(page(found))
-    assert "best cer 0.250" in texts(page(history(metric="cer"), About(best="-cer")))
 
 
 @pytest.mark.parametrize(

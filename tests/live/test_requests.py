@@ -1,5 +1,4 @@
-"""Requests to a run while it trains, here through control.json; buttons, fields, Ctrl-C and SIGTERM post the same, and
-a kernel that is shut down. What was trained is kept."""
+"""Requests to a run while it trains, here through control.json: buttons, fields, Ctrl-C and SIGTERM post the same."""
 
 import os
 import signal
@@ -32,7 +31,6 @@ PLAN = toy.PLAN.replace(epochs=4)
 
 @pytest.fixture
 def saved(monkeypatch):
-    """The steps of which checkpoints were written."""
     steps, publish, place = list[int](), checkpoint.publish, checkpoint.place
     monkeypatch.setattr(checkpoint, "publish", lambda at, new: (steps.append(place(new.name)[1]), publish(at, new)))
     return steps
@@ -207,7 +205,6 @@ def test_watch_shows_a_run_of_another_process_that_the_terminal_controls(elsewhe
 
 
 def test_epochs_below_the_present_one_end_the_run_after_it_and_count_what_was_done(pack, folder):
-    """Also where it is stopped and resumed."""
     step = 2 * STEPS + 3
     actions = {step: asking(folder, epochs=1), step + 2: asking(folder, "stop")}
     assert texts(nb.fit(acting(actions), pack, PLAN, folder, **QUIET), "change") == ["epochs 4 → 1"]

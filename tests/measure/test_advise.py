@@ -102,7 +102,6 @@ PACK = partial(toy.make_pack, count=600)
 
 
 def measured(job: Job, pack, seconds: float | None = SECONDS) -> Any:
-    """Advice that was measured on the job's own clock."""
     with job.times():
         return nb.advise(job, pack, seconds=seconds)
 

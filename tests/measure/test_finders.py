@@ -1,5 +1,4 @@
-"""The learning rate and the epochs that nobody chose: what advice proposes, and `nb.fit` without a plan uses, learns as
-well as the best of a grid; the trial keeps to its rules. The batch finder beside exhaustive search, simulated."""
+"""The learning rate and the epochs that nobody chose learn as well as the best of a grid; and the batch finder."""
 
 import dataclasses
 import gc

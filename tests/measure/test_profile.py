@@ -70,8 +70,6 @@ def test_shares_and_seconds_are_those_of_the_job(pack, monkeypatch):
 
 
 class Slow(Job):
-    """Whose first two passes load and tune kernels."""
-
     def loss(self, model: Any, batch: Any, plan: Any) -> Any:
         self.now += (1.0, 0.5)[len(self.passes)] if torch.is_grad_enabled() and len(self.passes) < 2 else 0.0
         return super().loss(model, batch, plan)

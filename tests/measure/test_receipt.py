@@ -34,7 +34,7 @@ def found(pack) -> Receipt:
     return measured(Job(reading=0.05, fixed=0.05, a_sample=0.001, amp={"bf16": 0.5}), pack, FASTER)
 
 
-def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each_brings_what_it_does(found, pack):
+def test_a_rung_is_a_group_of_settings_in_which_plans_differ_each_brings_what_it_does_and_is_a_row(found, pack):
     small, large = 0.05 + 16 * 0.001, 0.05 + 64 * 0.001
     expected = {
         "baseline": 1.0,
@@ -51,9 +51,6 @@ def test_the_rungs_are_the_groups_of_settings_in_which_the_plans_differ_and_each
     assert {rung.timing.plan["hidden"] for rung in found.rungs} == {24}, "a smaller network is no speed-up"
     assert [list(rung.changes) for rung in found.rungs] == [[], ["feed"], ["batch_size"], ["amp"], ["channels_last"]]
     assert last.plan == FASTER.to_dict()
-
-
-def test_the_table_has_a_row_a_rung_with_speed_spread_and_both_factors_and_the_time_of_all_epochs(found, pack):
     headers, rows = found.table()
     assert headers[1:4] == ("samples/s", "vs previous row", "vs baseline")
     assert [row[0] for row in rows] == [rung.name for rung in found.rungs]

@@ -1,5 +1,4 @@
-"""Draws: a sample's random numbers are its own, whatever batch it comes in, and stay the same. Augmentation by name:
-against versions that go image by image, and what decides an image's random numbers."""
+"""A sample's random numbers are its own, whatever batch it comes in; augmentation beside versions image by image."""
 
 import math
 from typing import Any
@@ -7,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from acting import refused
 
 from nbtools.data import Card, Column, Draws, Keys, places
 from nbtools.errors import TrainError
@@ -16,7 +16,6 @@ IDS = torch.arange(1000)
 
 
 def sequence(draws: Draws) -> list[torch.Tensor]:
-    """What an augmentation might take, one after the other."""
     several = draws.uniforms((0, 1), (-2, 3))
     return [draws.uniform(), draws.uniform(-1, 1, (2, 3)), several, draws.normal((40,)), draws.chance(0.3)]
 
@@ -124,5 +123,4 @@ def test_a_wrong_name_or_strength_is_answered_in_a_sentence():
         *[(given, r"must be names of crop, .*; transforms go into the Dataset") for given in (True, [math.sin])],
     )
     for names, said in cases:
-        with pytest.raises(TrainError, match=said):
-            strengths(names)
+        refused(TrainError, said, strengths, names)

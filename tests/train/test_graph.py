@@ -1,5 +1,4 @@
-"""Plan.graph: a step is recorded once and repeated on the same memory. On a CPU a tape stands in for a CUDA graph; it
-repeats exactly the recorded operations, so whatever a step reads or makes anywhere else would show in its bits."""
+"""Plan.graph, with a tape in place of a CUDA graph: what a step reads or makes elsewhere would show in its bits."""
 
 import random
 import re
@@ -60,7 +59,6 @@ SLOWER: Changes = {12: {"lr": PLAN.lr / 4, "weight_decay": 0.1, "micro_batch_siz
 
 
 def telling(task: Any, pack: nb.Pack, plan: nb.Plan = PLAN, changes: Changes | None = None) -> tuple[list[str], Any]:
-    """What a run tells, and its state."""
     random.seed(0)
     state, history = trained(pack, task, plan, changes or {})
     return [row["what"] for row in history.rows if "what" in row], state

@@ -1,5 +1,4 @@
-"""The loop: one generator, exact sums, and the field's own results. Memory may end at any allocation of a step: it is
-done once, in smaller parts, and training goes on."""
+"""The loop: one generator, exact sums, the field's own results; and memory that ends at any allocation of a step."""
 
 import copy
 import sys
@@ -22,7 +21,6 @@ from nbtools.train import Diverged, TrainState, train
 
 
 def rows(state: TrainState, pack: nb.Pack, kind: str = "step") -> list[nb.Record]:
-    """The records of a kind that have values."""
     return [record for record in train(state.task, state, pack) if record.kind == kind and record.values]
 
 

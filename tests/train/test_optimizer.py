@@ -1,5 +1,4 @@
-"""Optimizers and schedules of one's own: they train, show their lr, follow a changed one as a factor, and resume; and
-any optimizer's state goes to the parameters of its name, also where the network changes between the parts of a run."""
+"""Optimizers and schedules of one's own; and state goes to the parameters of its name, though the network changes."""
 
 import math
 from functools import partial
@@ -21,8 +20,7 @@ PLAN = nb.Plan(epochs=4, batch_size=16, lr=8e-3, schedule="constant")
 
 
 class Lion(torch.optim.Optimizer):
-    """arXiv 2302.06675, algorithm 2, with a step size in its groups that grows, as Prodigy's does, and a list as SOAP's
-    in its state."""
+    """arXiv 2302.06675, algorithm 2, with a step size in its groups that grows, and a list in its state."""
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "d": 1.0})

@@ -56,7 +56,6 @@ PARTS = {  # → network, the plan, and what of it one process needs for the sam
 
 
 def precise(network: str) -> Any:
-    """The toy in float64, with one of the networks."""
     model = {"model": lambda card, plan: NETWORKS[network]().double()}
     return toy.with_(batch=lambda *of: {**(found := toy.batch(*of)), "x": found["x"].double()}, **model)
 

@@ -60,7 +60,6 @@ def log(history: History) -> list[dict[str, Any]]:
 
 
 def same(a: TrainState, b: TrainState) -> bool:
-    """Whether two states are equal bit for bit."""
     ours, theirs = a.tensors(), b.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 

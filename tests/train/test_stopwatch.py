@@ -1,5 +1,4 @@
-"""The figures of a run are true where the device works behind the host's back: on a simulated device, whose kernels
-queue up while the host launches, and on tensors without data, which tell where the loop waits."""
+"""The figures of a run are true where the device works behind the host's back; and where the loop waits for it."""
 
 import sys
 import traceback
@@ -45,8 +44,6 @@ class Device:
 
 
 class Event:
-    """As torch.cuda.Event: recorded when the queue gets there."""
-
     def __init__(self, where: Device):
         self.device, self.at = where, max(where.free, where.now)
 
