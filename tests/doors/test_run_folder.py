@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections import OrderedDict
@@ -287,6 +288,15 @@ def test_another_device_or_place_of_the_same_files_is_no_other_run_nor_a_stream_
         net.device = device
         plan = PLAN.replace(epochs=done, batch_size=4)
         assert epochs(fit(nb.pack(rows, image="file", target="y"), plan, "r", nb.classify(net), progress=True)) == done
+
+
+def test_a_kept_run_that_may_only_be_read_is_continued_and_left_as_it_is(pack, monkeypatch):
+    fit(pack, PLAN, "r", keep="kept")
+    kept = {path.name: path.read_bytes() for path in Path("kept").iterdir()}
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    run = fit(pack, PLAN.replace(epochs=4), "another session's", keep="kept")
+    assert (epochs(run), "kept may only be read" in " ".join(run.events)) == (4, True)
+    assert kept == {path.name: path.read_bytes() for path in Path("kept").iterdir()}
 
 
 def test_fresh_starts_over_and_leaves_other_files_alone(pack):
