@@ -84,9 +84,7 @@ def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: 
     """Compute the metrics of a run on a split (train, val or test) of data packed with its classes; --test 1.0: use all
     data. The last line is JSON."""
     opened = nb.Run.open(run, task)
-    known = inspect.signature(opened.task.pack).parameters
-    drawn = {name: share for name, share in zip(("val", "test"), opened.card.shares, strict=False) if name in known}
-    return nb.evaluate(opened, opened.pack(data, **{**drawn, **of_pack}), split, **of_plan)
+    return nb.evaluate(opened, opened.pack(data, **of_pack), split, **of_plan)
 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:
@@ -174,7 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("nbtools: stopped by you", file=sys.stderr)
         return 130
     if value is not None and os.environ.get("RANK", "0") == "0":
-        print(text(value), flush=True)
+        try:
+            print(text(value), flush=True)
+        except BrokenPipeError:  # of `| head`, which has seen enough; Python flushes the pipe once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(value, nb.Run) and value.state == "stopped" and "RANK" not in os.environ:
         return 130  # under torchrun it would be started again
     return int(getattr(value, "ok", True) is False)
@@ -243,6 +244,9 @@ def add_arguments(one: Parser, command: str, second: str) -> None:
             one.set_defaults(**{name: {}})
             plan = type(task.PLAN) if name == "of_plan" else None
             for key, option in inspect.signature(plan or getattr(task, name[3:])).parameters.items():
+                option = (
+                    option.replace(name="split_seed") if key == "seed" and not plan else option
+                )  # the plan's: --seed
                 if plan or not (option.default is EMPTY or key in UNTYPED):
                     add(one, f"{name}.{key}", option, plan)
         elif name not in UNTYPED[1:] and name != "task":

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from nbtools import disk
 from nbtools.data import Pack, collate, say
-from nbtools.errors import MissingExtra, TrainError
+from nbtools.errors import MissingExtra, PackError, TrainError
 from nbtools.run import Run
 from nbtools.train import checkpoint, classify, logits_of, title_of
 
@@ -34,7 +34,10 @@ def write(run: Run, path: Path, pack: Pack | None) -> Path:
     scores = {name: value for name, value in run.best.items() if name.startswith("val_")}
     card = {"task": run.index["task"], "card": run.card.to_dict(), "plan": run.plan.to_dict(), "validation": scores}
     if path.suffix == ".onnx":
-        content = onnx_file(run, path, pack or Pack.open(run.index.get("pack", "")))
+        try:
+            content = onnx_file(run, path, pack or Pack.open(run.index.get("pack", "")))
+        except PackError as error:  # packed elsewhere, or without a copy
+            raise PackError(f"{error}; then pass it: run.export({str(path)!r}, pack)") from None
         for side, described in zip(("inputs", "outputs"), run.task.tensors(run.card, run.plan), strict=True):
             card[side] = {name: text for name, (_, text) in described.items()}
     else:

@@ -1,6 +1,7 @@
 """A run's folder: which one a call refers to and changes; how it starts, resumes, is taken over, and is saved."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -234,6 +235,9 @@ class Job:
         self.surface, self.pack, self.folder, self.history = surface, surface.pack, surface.folder, surface.history
         self.state = state = surface.state
         self.task = state.task
+        if kept is not None and kept.is_dir() and not os.access(kept, os.W_OK):  # as Kaggle's inputs
+            surface.report(f"{kept} may only be read: the run continues what it holds, and is not copied there")
+            kept = None
         self.keeper = None if kept is None else Keeper(self.folder, kept)
         self.saved, self.place, self.plan = monotonic(), (state.epoch, state.step), state.applied  # when, and what
         self.best: checkpoint.Checkpoint | None = None  # the best state, where it is still to be written

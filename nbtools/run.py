@@ -1,5 +1,6 @@
 """What training leaves behind: a run with its scores, network and answers; several in a table, or side by side."""
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -140,9 +141,10 @@ class Run:
         except RuntimeError as error:
             rule = f"{self.folder}: {train.title_of(self.task)} makes another network than the one that was trained"
             raise CheckpointError(f"{rule}; open the run with that task: nb.Run.open(folder, task)") from error
-        own = train.identity(self.task, self.card, model, self.plan)["network"]
-        if differing := [line for line in own if line not in self.index.get("identity", {}).get("network", own)]:
-            say(f"{self.folder}: this is not quite the network that was trained, which has no {differing[0]}")
+        own, trained = train.identity(self.task, self.card, model, self.plan), self.index.get("identity", {})
+        for part in own.keys() & trained.keys() & {"network", "loss"}:  # by which answers are standardised
+            if differing := [line for line in own[part] if line not in trained[part]]:
+                say(f"{self.folder}: this is not quite what was trained; its {part} was not {differing[0]}")
         return model.to(device or train.device.pick()).eval()
 
     def readable(self, pack: Pack) -> Pack:
@@ -150,9 +152,11 @@ class Run:
         return self.task.part(pack, self.plan)
 
     def pack(self, source: str | Path, **options: Any) -> Pack:
-        """Pack a source that this run has not seen, with its classes and preprocessing:
-        `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
-        return self.task.pack(source, **{**self.task.pack_options(self.card), **options})
+        """Pack a source with the classes, preprocessing, shares and seed of this run's; one that it has not seen as a
+        test split: `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
+        drawn = zip(("val", "test", "seed"), self.card.shares, strict=False)
+        drawn = {name: each for name, each in drawn if name in inspect.signature(self.task.pack).parameters}
+        return self.task.pack(source, **{**drawn, **self.task.pack_options(self.card), **options})
 
     def predict(self, files: Any, batch_size: int = 64, all: bool = False, root: str | Path | None = None) -> Any:
         """Return the answers to raw files as a list in their order, with the preprocessing of the run's training.
@@ -164,8 +168,10 @@ class Run:
         naming a file that cannot be read, and TrainError for `all` where the answers are not classes.
         """
         names: list[str] | None = None  # of the files of a folder, once they are read
-        if isinstance(files, str | Path) and files != "" and not self.card.options.get("text") and Path(files).is_dir():
-            samples = self.read_folder(Path(files), names := [])
+        if isinstance(files, str | Path) and files != "" and not self.card.options.get("text"):
+            files = Path(files).expanduser()
+        if isinstance(files, Path) and files.is_dir():
+            samples = self.read_folder(files, names := [])
         elif self.task.card is None:
             samples = map(self.read, map(Path, [files] if isinstance(files, str | Path) else files))
         else:
@@ -178,7 +184,9 @@ class Run:
             raise TrainError("predict(…, all=True) needs a task whose answers are classes; leave out all=")
         import pandas as pd
 
-        return pd.DataFrame(shares, None if names is None else pd.Index(names, name="file"), self.card.classes, float)
+        rows = files.index if hasattr(files, "iloc") and len(files) == len(shares) else None
+        rows = rows if names is None else pd.Index(names, name="file")
+        return pd.DataFrame(shares, rows, self.card.classes, float)
 
     def predict_pack(self, pack: Pack, ids: Collection[int], batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
@@ -243,12 +251,15 @@ class Run:
             say(f"{folder}: {plural(len(left_out), 'file')} of {len(files):,} left out, the first: {left_out[0]}")
 
 
-def evaluate(run: Run | train.TrainState, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
+def evaluate(
+    run: Run | str | Path | train.TrainState, pack: Pack, split: str = "test", **knobs: Any
+) -> dict[str, float]:
     """Evaluate a run's best model (or a TrainState's current one) on a split of a pack: metric → value.
 
     knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`. Raises PackError for a pack with
     other classes or preprocessing, PlanError for an unknown setting, TrainError for one on which the model depends.
     """
+    run = Run.open(run) if isinstance(run, str | Path) else run
     require_like(run, pack)
     plan = run.plan.replace(**knobs)
     plan.refuse_fixed(run.plan, resumed=True)
@@ -260,6 +271,10 @@ def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing, in what the network reads, than the run's."""
     if not isinstance(pack, Pack):
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with run.pack(source)")
+    if not isinstance(run, Run | train.TrainState):
+        raise TrainError(f"run must be a Run, its folder or a TrainState, got {type(run).__name__}; nb.fit returns one")
+    if pack.card.content == run.card.content != "" and pack.card.digest != run.card.digest:
+        say(f"{pack.folder} divides the run's data in another way: the run may have trained on what is evaluated here")
     pack = run.task.part(pack, run.plan)
     free = FREE if "x" in run.card.options.get("inputs", "x") else {*FREE, "columns"}  # of images, folders have none
     for name in ("task", "classes", "options", "columns"):
@@ -319,7 +334,7 @@ def lock(folder: Path) -> AbstractContextManager[None]:
 def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     """Return a row for each run in a folder and below, the newest first: state, best metric, epochs, minutes,
     samples/s, when it last changed. A message names those that cannot be opened. Raises CheckpointError."""
-    opened = open_runs(Path(folder))
+    opened = open_runs(folder := Path(folder).expanduser())
     times = [datetime.fromtimestamp(int(os.path.getmtime(run.folder / checkpoint.INDEX))) for run in opened]
     return outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened}).assign(changed=times)
 
@@ -356,7 +371,9 @@ def compare(*runs: Run | str | Path | list[Any] | tuple[Any, ...]) -> "Compariso
     """Compare runs, run folders, a list of these, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
     there is none, CheckpointError for a folder that cannot be opened."""
     given = [one for each in runs for one in (each if isinstance(each, list | tuple) else [each])]
-    every = [run for one in given for run in ([one] if isinstance(one, Run) else open_runs(Path(one))[::-1])]
+    every = [
+        run for one in given for run in ([one] if isinstance(one, Run) else open_runs(Path(one).expanduser())[::-1])
+    ]
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     return Comparison({str(run.folder): run for run in every})

@@ -38,6 +38,7 @@ Draw = tuple[float, float, int]  # val, test, seed
 Made = Mapping[str, Any]  # what the manifest records: key, source
 
 BLOCK = 32  # samples in a file, where a survey does not say how large they are
+APART = "split.npy", "names.json", "bad.csv"  # files that do not say what the samples hold
 FEW = 16  # samples that are read one by one where they cannot be read together
 
 
@@ -308,7 +309,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
         (folder / "groups.json").write_text(json.dumps([entry.group for entry in entries]))
     with open(folder / "bad.csv", "w", encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         csv.writer(file).writerows([("file", "value", "rule", "fix"), *bad])
-    card = Card(task, classes, {**survey.options}, {**columns, **survey.columns}, {}, survey.bucket_by, [*draw[:2]])
+    card = Card(task, classes, {**survey.options}, {**columns, **survey.columns}, {}, survey.bucket_by, [*draw])
     pack = Pack(folder, card, {}, np.zeros(len(entries), np.uint8))
     label = survey.named or ("label" if classes and str(columns.get("label")) in ("int64 ()", "int64 (1)") else None)
     labels = None if label is None else class_names(pack.arrays[label], classes)
@@ -319,8 +320,9 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
     given = map(survey.options.get("roles", {}).get, ("mean", "std"))
     besides = [*given, made["key"] * (not columns)]  # what no file says: means, and without a copy what items hold
-    whole = hashlib.sha256("".join([*(each["sha256"] for each in files.values()), f"{besides}"]).encode()).hexdigest()
-    card = replace(pack.card, options={**card.options, **learned}, digest=whole)
+    held = "".join([*(file["sha256"] for name, file in files.items() if name not in APART), f"{besides}"])
+    content, whole = (hashlib.sha256(f"{held}{more}".encode()).hexdigest() for more in ("", files["split.npy"]))
+    card = replace(pack.card, options={**card.options, **learned}, digest=whole, content=content)
     more = {"bad": len(bad), "label": label, "remarks": remarks}
     manifest = {**made, **more, "version": FORMAT, "nbtools": disk.VERSION, "card": card.to_dict(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))

@@ -65,8 +65,9 @@ class Card(show.Report):
     columns: dict[str, Column]
     splits: dict[str, int]  # samples per split
     bucket_by: str | None = None  # the ragged column whose length groups batches
-    shares: list[float] = field(default_factory=list)  # of val and test, that were drawn
+    shares: list[float] = field(default_factory=list)  # of val and test, that were drawn; by which seed
     digest: str = ""  # of all that the pack holds, so that a run resumes only on the very same data
+    content: str = ""  # the same, but of how it is divided
 
     def caption(self) -> str:
         return repr(self)
@@ -85,7 +86,7 @@ class Pack(show.Table):
     @classmethod
     def open(cls, folder: str | Path) -> Self:
         """Open a finished pack, without its sources. Raises PackError unless it is there, in this format, and whole."""
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         if not is_pack(folder):
             raise PackError(f"{folder}: no {MANIFEST}, so this is not a pack; make one with task.pack(source)")
         with disk.explained("opening a pack", folder):

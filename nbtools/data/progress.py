@@ -35,7 +35,7 @@ attending: list[Callable[[], object]] = []
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
     """Return a tqdm bar, whose arguments and options are tqdm's."""
-    options["mininterval"] = LEAST if in_notebook() or sys.stderr.isatty() else PATIENCE
+    options["mininterval"] = LEAST if in_notebook() or getattr(sys.stderr, "isatty", bool)() else PATIENCE
     if in_notebook():  # which shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90}
     return tqdm(*arguments, **options)

@@ -28,7 +28,7 @@ from nbtools.train.device import in_float32
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import ADVISED, Plan
 
-PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group")  # settings of a module; not these
+PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group", "device")  # settings; not these
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): that of the columns."""
 TaskLike = Any  # what `nb.fit` and the like accept: a `Task`, or a module, class or object with some of its hooks

@@ -2,20 +2,24 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections import OrderedDict
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
 import numpy as np
 import own
+import pandas as pd
 import pytest
 import torch
 from acting import QUIET, texts
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -249,11 +253,50 @@ def test_another_identity_in_a_named_folder_is_refused_with_what_differs_unless_
     assert "newly trained, without saved optimizer state: body.0.weight, body.0.bias" in " ".join(run.events)
 
 
-def test_a_network_of_other_code_than_the_trained_one_is_said(pack, capsys):
+def test_another_network_or_loss_than_the_trained_one_is_said(pack, capsys):
     fit(pack, PLAN, "r")
-    nb.Run.open("r", task(nn.Tanh)).model()
-    said = "r: this is not quite the network that was trained, which has no body.1: Tanh()"
+    for other, what in ((task(nn.Tanh), "network was not body.1: Tanh()"), (task(loss=scaled(2.0)), "loss was not ")):
+        nb.Run.open("r", other).model()
+        assert f"r: this is not quite what was trained; its {what}" in capsys.readouterr().err
+
+
+def test_data_divided_otherwise_than_the_runs_are_said_and_a_run_packs_with_its_own_shares_and_seed(tmp_path, capsys):
+    rows = pd.DataFrame(np.random.default_rng(0).normal(size=(80, 4)), columns=[*"abcd"])
+    rows["y"] = ["no", "yes"] * 40
+    pack, other = (nb.pack(rows, target="y", seed=seed, test=20, progress=False) for seed in (1, 2))
+    run, said = fit(pack, PLAN, "r"), "divides the run's data in another way"
+    own = run.pack(rows, progress=False)
+    assert (own.card.digest, own.card.content) == (pack.card.digest, other.card.content)
+    assert nb.evaluate(run, pack) == nb.evaluate(run, own)
+    assert said not in capsys.readouterr().err
+    nb.evaluate(run, other)
     assert said in capsys.readouterr().err
+    table = rows[rows.a > 0]
+    assert run.predict(table, all=True).index.equals(table.index)
+    with pytest.raises(TrainError, match="run must be a Run, its folder or a TrainState, got Net"):
+        nb.evaluate(run.model(), pack)
+
+
+def test_another_device_or_place_of_the_same_files_is_no_other_run_nor_a_stream_without_isatty(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=str, flush=str))
+    for place, device, done in (("one", "cuda", 2), ("two", "cpu", 4)):
+        Path(place).mkdir()
+        for i in range(12):
+            Image.new("L", (8, 8), i).save(f"{place}/{i}.png")
+        rows = pd.DataFrame({"file": [f"{Path(place).absolute()}/{i}.png" for i in range(12)], "y": ["a", "b"] * 6})
+        net = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+        net.device = device
+        plan = PLAN.replace(epochs=done, batch_size=4)
+        assert epochs(fit(nb.pack(rows, image="file", target="y"), plan, "r", nb.classify(net), progress=True)) == done
+
+
+def test_a_kept_run_that_may_only_be_read_is_continued_and_left_as_it_is(pack, monkeypatch):
+    fit(pack, PLAN, "r", keep="kept")
+    kept = {path.name: path.read_bytes() for path in Path("kept").iterdir()}
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    run = fit(pack, PLAN.replace(epochs=4), "another session's", keep="kept")
+    assert (epochs(run), "kept may only be read" in " ".join(run.events)) == (4, True)
+    assert kept == {path.name: path.read_bytes() for path in Path("kept").iterdir()}
 
 
 def test_fresh_starts_over_and_leaves_other_files_alone(pack):

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -116,9 +118,19 @@ def test_a_table_is_packed_by_a_task_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "16 train, 2 val, 2 test" in capsys.readouterr().out
     assert nb.Pack.open(tmp_path / "pack").columns["x"].shape == (2,), "the columns that --inputs names"
     typed = ["train", "prices:task", "--data", *typed[2:], "--run", str(tmp_path / "run"), "--epochs", "1"]
-    assert main([*typed, "--batch-size", "8", "--no-receipt"]) == 0
+    assert main([*typed, "--batch-size", "8", "--no-receipt", "--seed", "3", "--split-seed", "4"]) == 0
+    run = nb.Run.open(tmp_path / "run")
+    assert (run.plan.seed, run.card.shares) == (3, [2, 0.1, 4])
+    assert nb.evaluate(run.folder, nb.Pack.open(tmp_path / "pack"))["mae"] > 0
     assert main(["predict", str(tmp_path / "run"), str(tmp_path / "t.csv")]) == 0
     assert "t.csv/row 19\t" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_an_error(train, tmp_path):
+    train()
+    command = f"{sys.executable} -u -m nbtools runs {tmp_path / 'runs'}"
+    ran = subprocess.run(f"{command} | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash", stderr=-1)
+    assert (ran.returncode, ran.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(
