@@ -89,22 +89,22 @@ def evaluate(task: Task, *, data: str, run: Path, split: str = "test", of_plan: 
 
 def predict(run: Path, files: list[Path], *, csv: Path | None = None, into: Path = Path("predictions")) -> Any:
     """Predict on raw files, folders or tables with a run. --csv: write columns name and prediction there; --into:
-    folder for predictions that are files."""
+    folder for predictions that are files, with the subfolders of theirs."""
     import pandas as pd
 
     opened, tables = nb.Run.open(run), (".csv", ".tsv")
     sources = [file for file in files if file.is_dir() or file.suffix.lower() in tables]
     loose = [file for file in files if file not in sources]
-    rows = list(zip(loose, map(str, loose), opened.predict(loose), strict=True))
+    rows = [(file, str(file), into, answer) for file, answer in zip(loose, opened.predict(loose), strict=True)]
     for source in sources:
         answers = opened.predict(source)
         named = answers if isinstance(answers, dict) else {f"row {i}": answer for i, answer in enumerate(answers)}
-        rows += [(source / name, name, answer) for name, answer in named.items()]
+        rows += [(source / name, name, into / Path(name).parent, answer) for name, answer in named.items()]
     if (save := opened.task.save) is not None:
-        rows = [(file, name, save(answer, file, into, opened.card)) for file, name, answer in rows]
-    table = pd.DataFrame(rows, columns=["file", "name", "prediction"]).astype(str)
+        rows = [(file, name, where, save(answer, file, where, opened.card)) for file, name, where, answer in rows]
+    table = pd.DataFrame(rows, columns=["file", "name", "where", "prediction"]).astype(str)
     if csv is None:
-        return table[["file", "prediction"]].to_csv(sep="\t", header=False, index=False).strip()
+        return table[["file", "prediction"]].to_csv(sep="\t", header=False, index=False).rstrip("\n")
     with disk.explained("writing predictions", csv):
         return disk.write_atomic(csv, table[["name", "prediction"]].to_csv(index=False))
 
@@ -244,9 +244,8 @@ def add_arguments(one: Parser, command: str, second: str) -> None:
             one.set_defaults(**{name: {}})
             plan = type(task.PLAN) if name == "of_plan" else None
             for key, option in inspect.signature(plan or getattr(task, name[3:])).parameters.items():
-                option = (
-                    option.replace(name="split_seed") if key == "seed" and not plan else option
-                )  # the plan's: --seed
+                if key == "seed" and not plan:  # --seed is the plan's
+                    option = option.replace(name="split_seed")
                 if plan or not (option.default is EMPTY or key in UNTYPED):
                     add(one, f"{name}.{key}", option, plan)
         elif name not in UNTYPED[1:] and name != "task":

@@ -19,7 +19,7 @@ from nbtools.data import SPLITS, Card, Pack, Sample, cache, collate, digest, in_
 from nbtools.errors import CheckpointError, NbtoolsError, PackError, TrainError
 from nbtools.measure import LrTrial, Receipt, Verdict
 from nbtools.show import number, plural
-from nbtools.train import History, Plan, Task, TaskLike, checkpoint, evaluation
+from nbtools.train import History, Plan, Task, TaskLike, TrainState, checkpoint, evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,8 +185,7 @@ class Run:
         import pandas as pd
 
         rows = files.index if hasattr(files, "iloc") and len(files) == len(shares) else None
-        rows = rows if names is None else pd.Index(names, name="file")
-        return pd.DataFrame(shares, rows, self.card.classes, float)
+        return pd.DataFrame(shares, rows if names is None else pd.Index(names, name="file"), self.card.classes, float)
 
     def predict_pack(self, pack: Pack, ids: Collection[int], batch_size: int = 64) -> list[Any]:
         """Return the answers to samples of a pack."""
@@ -251,9 +250,7 @@ class Run:
             say(f"{folder}: {plural(len(left_out), 'file')} of {len(files):,} left out, the first: {left_out[0]}")
 
 
-def evaluate(
-    run: Run | str | Path | train.TrainState, pack: Pack, split: str = "test", **knobs: Any
-) -> dict[str, float]:
+def evaluate(run: Run | str | Path | TrainState, pack: Pack, split: str = "test", **knobs: Any) -> dict[str, float]:
     """Evaluate a run's best model (or a TrainState's current one) on a split of a pack: metric → value.
 
     knobs: settings of the plan that differ from training: `eval_scales=(0.5, 1.0)`. Raises PackError for a pack with
@@ -271,7 +268,7 @@ def require_like(run: Any, pack: Pack) -> None:
     """Raise PackError for a pack with other classes or preprocessing, in what the network reads, than the run's."""
     if not isinstance(pack, Pack):
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with run.pack(source)")
-    if not isinstance(run, Run | train.TrainState):
+    if not isinstance(run, Run | TrainState):
         raise TrainError(f"run must be a Run, its folder or a TrainState, got {type(run).__name__}; nb.fit returns one")
     if pack.card.content == run.card.content != "" and pack.card.digest != run.card.digest:
         say(f"{pack.folder} divides the run's data in another way: the run may have trained on what is evaluated here")
@@ -339,8 +336,9 @@ def runs(folder: str | Path = "runs") -> "pd.DataFrame":
     return outcomes({run.folder.relative_to(folder).as_posix(): run for run in opened}).assign(changed=times)
 
 
-def open_runs(folder: Path) -> list[Run]:
+def open_runs(folder: str | Path) -> list[Run]:
     """Open the run in a folder, or those below it, the newest first. Raises CheckpointError."""
+    folder = Path(folder).expanduser()
     if not folder.is_dir() or (folder / checkpoint.INDEX).exists():
         return [Run.open(folder)]
     with disk.explained("looking for runs", folder):
@@ -371,9 +369,7 @@ def compare(*runs: Run | str | Path | list[Any] | tuple[Any, ...]) -> "Compariso
     """Compare runs, run folders, a list of these, or all runs in a folder (`nb.compare("runs")`). Raises TrainError if
     there is none, CheckpointError for a folder that cannot be opened."""
     given = [one for each in runs for one in (each if isinstance(each, list | tuple) else [each])]
-    every = [
-        run for one in given for run in ([one] if isinstance(one, Run) else open_runs(Path(one).expanduser())[::-1])
-    ]
+    every = [run for one in given for run in ([one] if isinstance(one, Run) else open_runs(one)[::-1])]
     if not every:
         raise TrainError("compare needs at least one run, got none; give it runs, run folders or a folder of runs")
     return Comparison({str(run.folder): run for run in every})

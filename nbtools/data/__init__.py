@@ -8,4 +8,5 @@ from nbtools.data.fetch import cache, drive_path, kept, local, place_to_keep, re
 from nbtools.data.forms import IMAGES, TARGET, compose, open_image
 from nbtools.data.pack import SPLITS, Card, Column, Pack, Sample
 from nbtools.data.progress import SLOW, bar, cores, in_notebook, meanwhile, phase, say, side_by_side, tick, work
+from nbtools.data.splits import is_all, lacking, some
 from nbtools.data.stage import cached, digest, stage

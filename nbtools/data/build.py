@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 @dataclass(frozen=True)
 class Survey:
     """List what a task finds in a source without decoding it. Entries without a split get theirs by a hash of their
-    group or name; exact: of their group or arrays, by exact shares, of each class alike."""
+    group or name, copies by the first's; exact: of their group or arrays, by exact shares, of each class alike."""
 
     entries: Sequence[Entry]  # in the pack's order
     classes: Sequence[str] = ()
@@ -65,7 +65,7 @@ class Survey:
     exact: bool = False
     check: Callable[[Entry, Sample], None] | None = None  # raises PackError(value, rule, fix)
     named: str | None = None  # a column that `read` gives as the name of a class; None of `classes`: those that occur
-    learn: Callable[[Pack, np.ndarray], dict[str, Any]] | None = None  # (…, training ids) → more options, as means
+    learn: Callable[[Pack, np.ndarray], tuple[Options, list[str]]] | None = None  # (…, training ids) → more, remarks
     columns: Mapping[str, Column] = field(default_factory=dict)  # with their layouts, also those that are not stored
     block: int | None = None  # samples in a file
     together: Callable[[Sequence[int]], dict[str, Any] | None] | None = None  # arrays of several samples, if it can
@@ -316,14 +316,14 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
     split, remarks = divide(entries, survey, pack, labels, draw)
     pack = pack.with_split(np.array([*map(splits.SPLITS.index, split)]))
     np.save(folder / "split.npy", pack.split)
-    learned = survey.learn(pack, pack.ids("train")) if survey.learn else {}
+    learned, learned_remarks = survey.learn(pack, pack.ids("train")) if survey.learn else ({}, [])
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
     given = map(survey.options.get("roles", {}).get, ("mean", "std"))
     besides = [*given, made["key"] * (not columns)]  # what no file says: means, and without a copy what items hold
     held = "".join([*(file["sha256"] for name, file in files.items() if name not in APART), f"{besides}"])
     content, whole = (hashlib.sha256(f"{held}{more}".encode()).hexdigest() for more in ("", files["split.npy"]))
     card = replace(pack.card, options={**card.options, **learned}, digest=whole, content=content)
-    more = {"bad": len(bad), "label": label, "remarks": remarks}
+    more = {"bad": len(bad), "label": label, "remarks": [*remarks, *learned_remarks]}
     manifest = {**made, **more, "version": FORMAT, "nbtools": disk.VERSION, "card": card.to_dict(), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
@@ -332,6 +332,10 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     """Return the split of each sample, by its group or name, exact: by its arrays without the class; and remarks."""
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
     needed = None in given or "val" not in given  # else the source's splits stand
+    first = dict[bytes, str]()  # sample of what it holds, the label aside: its copies are one group
+    for i, entry in enumerate(entries if needed and not survey.exact else ()):
+        held = b"".join(array.tobytes() for name, array in pack.sample(i).items() if name != "label")
+        groups[i] = entry.group or first.setdefault(hashlib.sha256(held).digest(), entry.name)
     places = pack.places(groups, survey.named, labels, draw[2], survey.exact and needed)
     split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
     wanted = Counter(entry.split for entry in survey.entries)

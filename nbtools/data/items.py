@@ -335,7 +335,7 @@ class Items:
             together=partial(self.together, columns=self.stored) if whole else None,
         ), partial(self.sample, columns=self.stored)
 
-    def learn(self, pack: Pack, train: np.ndarray) -> dict[str, Any]:
+    def learn(self, pack: Pack, train: np.ndarray) -> tuple[dict[str, Any], list[str]]:
         """Return mean and std of what is normalised: as given, of the training split, or of the items looked at."""
         learned, read = dict[str, Any](mean={}, std={}), list[dict[str, Any]]()
         for i in () if self.options.store else self.looked:
@@ -353,7 +353,7 @@ class Items:
             given = (self.options.mean, self.options.std) if name in self.images and self.options.mean else None
             moments = given or forms.moments_of(column, array, rows)
             learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
-        return learned
+        return learned, []
 
 
 def classes_of(data: Any, target: Any) -> list[str]:

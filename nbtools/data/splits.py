@@ -6,7 +6,7 @@ that none moves when others are added; if drawn by class or content, shares are 
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import mode
 from typing import Any
 
@@ -81,9 +81,14 @@ def remarks(splits: Sequence[str], labels: Sequence[str] | None, drawn: Iterable
         lines.append(f"all samples are of one class ({min(classes)}): there is nothing to tell apart")
     for split, so in (("train", "not learnable"), ("val", "not evaluated")):
         seen = {label for label, one in zip(labels or (), splits, strict=False) if one == split}
-        if (lacking := sorted(classes - seen)) and seen:
-            lines.append(f"{plural(len(lacking), 'class')} without a {split} sample ({some(lacking)}): {so}")
+        lines += lacking(sorted(classes), seen, f"{split} sample", so)
     return lines
+
+
+def lacking(classes: Iterable[str], seen: Collection[str], what: str, so: str = "not learnable") -> list[str]:
+    """Return a warning about classes that are not among those seen, none where nothing is seen."""
+    names = [name for name in classes if seen and name not in seen]
+    return [f"{plural(len(names), 'class')} without a {what} ({some(names)}): {so}"] if names else []
 
 
 def some(names: Sequence[str]) -> str:

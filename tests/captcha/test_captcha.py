@@ -5,11 +5,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from acting import refused
 from packs import raw_batch, validated
 from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
 from nbtools.data import IMAGES
+from nbtools.errors import PackError
 from nbtools.tasks import captcha
 
 BLANK = Image.new("L", (64, 24), 255)
@@ -46,6 +48,7 @@ NAMED = {  # file → options, classes
     "Ab3-0.png": ({"label": "-"}, "3Ab"),
     "Ab3.png": ({"label": ""}, "3Ab"),
     "xAb37.png": ({"label": r"^x(.+)\d$"}, "3Ab"),
+    "img-Ab3.png": ({"label": "-(.+)"}, "3Ab"),
     "Ab3_1.png": ({"case": "lower"}, "3ab"),
     "\u1102\u1161\u1103\u1161\u1100\u1161_1.png": ({}, "가나다"),  # 나다가, as a Mac names it
 }
@@ -78,7 +81,16 @@ def test_every_bad_file_is_in_the_table_with_its_rule_as_validated_and_the_rest_
         "66666_l.png": "labels must have 4 characters",
     }
     assert {".txt", "24 × 65 pixels (height × width)", "O", "5555", "66666"} < set(pack.bad["value"])
+    assert "name images by their texts: lists are not read" in set(pack.bad["fix"])
     assert validated(captcha, pack, classes="0123456789")
+
+
+def test_one_text_for_all_names_is_none_unless_they_test(own_cache, tmp_path):
+    for name in ("captcha_12", "captcha_34"):
+        BLANK.save(tmp_path / f"{name}.png")
+    refused(PackError, r"every name begins with 'captcha', .* such as \"captcha_\(\.\+\?\)", captcha.pack, tmp_path)
+    refused(PackError, 'set label= to what ends it, "" if nothing', captcha.pack, tmp_path, label="=")
+    assert captcha.pack(tmp_path, test=1.0, progress=False).splits["test"] == 2
 
 
 def test_a_line_too_narrow_for_its_text_is_left_out(own_cache, lines, tmp_path):

@@ -213,6 +213,9 @@ def test_one_call_evaluates_a_new_folder_and_training_on_it_is_refused_in_a_sent
     assert unseen.splits == {"train": 0, "val": 0, "test": 9}
     assert unseen.classes == run.card.classes
     assert found == nb.evaluate(run, unseen)
+    if name == "hwdb":  # which reads nothing so far
+        assert main(["predict", str(run.folder), file := str(new / unseen.names[0])]) == 0
+        assert capsys.readouterr().out == f"{file}\t{run.predict(file)[0]}\n"
     assert metric in found
     refused(TrainError, "training needs at least 2 samples, the train split has 0 of 9", nb.advise, task, unseen)
 

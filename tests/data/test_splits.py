@@ -39,12 +39,20 @@ GOLDEN = {"0.png": "train", "1.png": "test", "3.png": "val", "6.png": "test", "å
 
 def test_a_name_has_the_same_split_on_every_machine_and_whatever_comes_with_it(place):
     made = [
-        pack_of({name: {"x": np.zeros(1)} for name in names}, place / str(len(names)), split=None, val=0.1, test=0.1)
+        pack_of({n: {"x": np.array(i)} for i, n in enumerate(names)}, place / names[-1], split=None, val=0.1, test=0.1)
         for names in (list(GOLDEN), [*GOLDEN, *(f"{i:03}_x.png" for i in range(500))])
     ]
     for pack in made:
         assert [SPLITS[i] for i in pack.split[:5]] == list(GOLDEN.values())
     assert [made[1].splits[split] / 505 for split in SPLITS] == pytest.approx([0.8, 0.1, 0.1], abs=0.04)
+
+
+def test_copies_are_in_the_split_of_the_first_whatever_their_labels(place):
+    rows = {f"{i}{copy}": {"x": np.array(i), "label": np.array(copy)} for copy in (0, 1) for i in range(100, 200)}
+    alone, both = (
+        pack_of(dict([*rows.items()][:n]), place / f"{n}", split=None, val=0.1, test=0.1) for n in (100, 200)
+    )
+    assert both.split.tolist() == alone.split.tolist() * 2
 
 
 def test_whole_numbers_are_exact_counts_a_share_stands_next_to_one_and_all_may_be_test_or_train(place):

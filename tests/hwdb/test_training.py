@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES
+from packs import pack_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,6 +75,15 @@ def test_a_line_without_room_for_its_text_is_left_out_and_counted():
     assert [bool(logits.grad[:, b].any()) for b in range(5)] == [True, False, True, True, False]
     assert hwdb.metrics((logits, short), batch)["infeasible"] == (2, 5)
     assert hwdb.metrics((logits, torch.tensor([14, 9, 3, 5, 5])), batch)["infeasible"] == (0, 5)
+
+
+@pytest.mark.parametrize(("network", "fitting"), [("slim", [1, 2, 3]), ("hctr", [3])])
+def test_training_lines_without_room_for_their_text_are_left_out_and_others_stay(tmp_path, network, fitting):
+    lines = zip((8, 9, 8, 33, 4), ([0, 0], [0, 0], [0, 1], [1, 0], [0, 1]), strict=True)
+    arrays = [{"image": np.zeros((width, 64), np.uint8), "label": np.array(text)} for width, text in lines]
+    how = {"classes": "01?", "options": {"height": 64}, "ragged": ("image", "label")}
+    part = hwdb.part(pack_of(arrays, tmp_path, split=["train"] * 4 + ["val"], **how), hwdb.Plan(network=network))
+    assert (part.ids("train").tolist(), part.ids("val").tolist()) == (fitting, [4])
 
 
 def test_an_unknown_character_is_never_read_right():

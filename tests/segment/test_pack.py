@@ -119,6 +119,9 @@ def test_predictions_for_padded_images_are_cropped_back_to_them_and_overwrite_no
         assert (image.getpalette() or [])[:6] == [0, 0, 0, 86, 180, 233]
     with pytest.raises(PackError, match=r"1\.png is there already; choose another folder"):
         segment.save(answer, tmp_path / "1.png", tmp_path, wide)
+    wide.options["ids"] = [3, 200, 9]  # of the masks that it learned from
+    with Image.open(segment.save(answer, tmp_path / "1.png", tmp_path / "ids", wide)) as image:
+        assert ({*np.asarray(image).flat}, (image.getpalette() or [])[600:]) == ({3, 200}, [86, 180, 233])
 
 
 def test_demo_train_evaluate_predict_in_a_row(tmp_path, capsys):
@@ -142,3 +145,5 @@ def test_demo_train_evaluate_predict_in_a_row(tmp_path, capsys):
         with Image.open(path) as image:
             assert (image.size, image.mode) == ((72, 96), "P")
             assert set(np.unique(np.asarray(image))) <= {0, 1, 2}
+    assert main(["predict", str(run), str(raw / "images"), "--into", str(made := tmp_path / "made")]) == 0
+    assert len([*made.glob("*/*.png")]) == len([*raw.glob("images/*/*.jpg")]) == 21, "in the subfolders of the images"

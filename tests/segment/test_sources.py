@@ -80,25 +80,30 @@ def test_lists_of_images_alone_give_the_splits_of_these_and_leave_out_the_others
 def test_images_without_labels_labels_without_images_and_two_of_one_name_are_rows(tmp_path):
     source = corpus(tmp_path / "raw")
     tree(source, {"images/train/alone.png": photo(), "labels/train/lone.png": ids(), "images/train/0.jpg": photo()})
+    saved(source / "masks/train/1.png", ids())
     report = checked(source)
     assert {row.file: row.rule for row in report.rows} == {
         "images/train/alone.png": "an image must have a label",
-        "labels/train/lone.png": "a label must have an image",
+        "labels/train/lone.png": "a label must have an image of its own",
         "images/train/0.png": "an image must have a label",  # next to 0.jpg
+        "masks/train/1.png": "a label must have an image of its own",
     }
-    assert (report.ok, report.errors, packed(source).manifest["bad"]) == (False, 3, 3)
+    assert "one with labels/train/1.png" in [row.value for row in report.rows]
+    assert (report.ok, report.errors, packed(source).manifest["bad"]) == (False, 4, 4)
 
 
 def test_a_folder_without_images_or_without_labels_is_refused(tmp_path):
-    for said, files in {"no samples found": {"a.doc": "x"}, "an image must have a label": {"a.png": photo()}}.items():
-        refused(PackError, said, packed, tree(tmp_path / said, files))
+    bare = "an image must have a label, got none of that name; name masks/ as images/ are, .* lines image,label"
+    for said, files in {"no samples found": {"a.doc": "x"}, bare: {"a.png": photo()}}.items():
+        refused(PackError, said, packed, tree(tmp_path / said[:5], files))
 
 
-@pytest.mark.parametrize("label", [PALETTE, *(Image.fromarray(ids().astype(kind)) for kind in ("u1", "u2", "i4"))])
+@pytest.mark.parametrize("label", [PALETTE, *map(Image.fromarray, (ids() > 0, *map(ids().astype, ("u1", "u2", "i4"))))])
 def test_a_masks_value_is_its_id(tmp_path, label):
     source = labelled(tmp_path / "raw", label, "a.tif" if label.mode == "I" else "a.png")
-    assert checked(source).rows == []
-    np.testing.assert_array_equal(sample(packed(source), "images/a.png")["label"], ids())
+    made = packed(source)
+    assert (checked(source).rows, made.classes) == ([], ["class 0", "class 1", "class 2"])
+    np.testing.assert_array_equal(sample(made, "images/a.png")["label"], np.asarray(label))
 
 
 def test_unknown_ids_are_named_unless_they_are_ignored(tmp_path):
@@ -116,8 +121,13 @@ def test_a_mask_of_0_and_255_says_how_to_be_read_and_so_does_a_table_of_no_class
     refused(PackError, r"got 1 besides those ignored.* a mask of 0 and 255 .*255: 'object'", packed, source)
     row = only(checked(source, classes=["background", "object"]))
     assert (row.severity, row.file) == (WARNING, "class object")
-    label = sole(source, classes={0: "background", 255: "object"})["label"]
-    np.testing.assert_array_equal(label, (ids() > 0).astype(np.uint8))
+    said = "only background has pixels, besides 255, which is ignored; give classes={0: 'background', 255: 'object'}"
+    refused(PackError, said, packed, source, classes=["background", "object"])
+    packed(source, classes=["background", "object"], ignore=255)
+    for classes in ({0: "background", 255: "object"}, ["0:background", "255:object"], ("{0: 'b'", "255: 'o'}")):
+        np.testing.assert_array_equal(sole(source, classes=classes)["label"], (ids() > 0).astype(np.uint8))
+    grey = pair(tmp_path / "grey", photo(), np.array([0, 128, 255], np.uint8)[ids()])
+    refused(PackError, "masks have 0, 128 and 255: are these shades .*; name the ids, classes={id: ", packed, grey)
     for classes in (saved(source / "classes.txt", ""), None):  # which is of the source too
         refused(PackError, "got 0 besides those ignored; give classes=", packed, source, classes=classes)
 
@@ -127,6 +137,7 @@ def test_ignored_classes_leave_no_gap_and_are_named_by_id_or_name(tmp_path, igno
     made = packed(corpus(tmp_path / "raw"), classes=tuple(NAMES), ignore=ignore)
     assert (made.classes, made.options["ids"]) == (["ground", "shoe"], [0, 2])
     np.testing.assert_array_equal(sample(made, "images/train/0.png")["label"], np.array([0, 255, 1], np.uint8)[ids()])
+    assert "without a train pixel (hat): not learnable" in packed(tmp_path / "raw", classes=[*NAMES, "hat"]).remarks[0]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ def test_ids_are_the_classes_until_a_reference_names_them(tmp_path):
     assert (named.classes, named.options["categories"]) == (["HELLO", "RED", "BLUE"], ["GREETING", "COLOR"])
     listed(source / "val" / "labels.csv", "c,0,0", "d,4,1")
     assert packed(source).classes == ["HELLO", "RED", "BLUE", "3", "4"]
-    assert len(packed(source, glosses=105, categories=10).classes) == 105
+    assert len((wide := packed(source, glosses=105, categories=10)).classes) == 105
+    assert "103 classes without a train sample (BLUE, 3, 4, 5, 6 …): not learnable" in wide.remarks
     refused(PackError, "glosses must be above the largest id, 4", packed, source, glosses=3)
     refused(PackError, "id 0 must be 'a', and the source calls it 'HELLO'", packed, source, glosses=list("abcde"))
 

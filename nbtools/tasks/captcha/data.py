@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack, compose
+from nbtools.data import IMAGES, Card, Entry, Pack, Sample, Survey, build_pack, compose, is_all
 from nbtools.errors import PackError
 from nbtools.show import size_text
 from nbtools.tasks.captcha.networks import STRIDE
@@ -51,7 +51,7 @@ def pack(
     """Return the pack of a folder, archive or link of captcha images; a second call opens the finished one.
 
     label: what ends the text in a file name; "": the name is the text; or a regular expression with a group around the
-    text, such as "^(.+?)-". case: `lower` and `upper` fold it.
+    text, such as "-(.+?)-". case: `lower` and `upper` fold it.
     layout: `fixed` (one size, one length), `lines` (any width and length, scaled to `height` pixels), or `auto`.
     classes: the alphabet; other characters are then bad samples.
     val, test: shares, or whole numbers for exactly that many; train, val and test folders of the source come first.
@@ -73,7 +73,7 @@ def validate(
     progress: bool = True,
 ) -> Report:
     """Check every file of a folder, archive or link: an error is what a pack with the same options leaves out. Raises
-    PackError if no image has a text."""
+    PackError if no image has a text, or all have one."""
     return check_source(source, options_of(label, layout, height, case, classes), survey, read, progress)
 
 
@@ -95,12 +95,15 @@ def pack_options(card: Card) -> dict[str, Any]:
 def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     """Return the files whose names hold a text that can be learned, and the layout that most of them have."""
     pattern, fold = pattern_of(options["label"]), CASES[options["case"]]
-    matches = {name: pattern.match(compose(PurePosixPath(name).stem)) for name in walk(folder)}
+    matches = {name: pattern.search(compose(PurePosixPath(name).stem)) for name in walk(folder)}
     texts = {name: fold(match[1] or "") if match else "" for name, match in matches.items()}
-    layout = layout_of(folder, texts, options["layout"], options["height"])
+    layout, tested = layout_of(folder, texts, options["layout"], options["height"]), is_all(options.get("test", 0))
     options = {name: options[name] for name in ("label", "case", "classes")} | layout
     bad = {name: row for name, text in texts.items() if (row := problem(name, text, options))}
     good = {name: text for name, text in texts.items() if name not in bad}
+    if len(good) > 1 and len(alike := {*good.values()}) == 1 and not tested:
+        fix = f'name the files by their texts, or set label=, such as "{min(alike)}_(.+?)(_|$)"'
+        raise PackError(f"{folder}: every name begins with {min(alike)!r}, but texts must differ; {fix}")
     classes = list(options["classes"] or sorted(set().union(*good.values())))
     places = {character: place for place, character in enumerate(classes)}
     lines = options["layout"] == "lines"
@@ -125,7 +128,7 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
 def pattern_of(label: str) -> re.Pattern[str]:
     """Return the pattern whose first group is the text of a name."""
     try:
-        if (pattern := re.compile(label if "(" in label else f"(.*?){re.escape(label) or '$'}")).groups:
+        if (pattern := re.compile(label if "(" in label else f"^(.*?){re.escape(label) or '$'}")).groups:
             return pattern
         why = "it has no group"
     except re.error as error:
@@ -143,7 +146,7 @@ def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) 
             sizes[decode_image(folder / name).size[::-1]] += 1
     if not sizes:
         rule = f"none of {len(texts):,} files is an image whose name begins with its text"
-        raise PackError(f"{folder}: {rule}; name the files LABEL_1.png, or set label= to what ends the text")
+        raise PackError(f'{folder}: {rule}; name the files LABEL_1.png, or set label= to what ends it, "" if nothing')
     [(size, same_size)], [(length, same_length)] = sizes.most_common(1), lengths.most_common(1)
     if layout == "fixed" or (layout == "auto" and min(same_length, same_size) >= ALIKE * len(some)):
         return {"layout": "fixed", "size": list(size), "length": length}
@@ -154,8 +157,9 @@ def problem(name: str, text: str, options: Mapping[str, Any]) -> Row | None:
     """Return the first rule that a file's name breaks."""
     path, length, label = PurePosixPath(name), options.get("length"), options["label"]
     unknown = "".join(sorted(set(text) - set(options["classes"] or text)))
+    fix = "name images by their texts: lists are not read" if path.suffix in (".csv", ".txt") else "convert it"
     rules = (
-        (path.suffix.lower() not in IMAGES, path.suffix, f"images must end in {', '.join(IMAGES)}", "convert it"),
+        (path.suffix.lower() not in IMAGES, path.suffix, f"images must end in {', '.join(IMAGES)}", fix),
         (not text, path.stem, f"the name must be the text, as label={label!r} says", "rename it, or set label="),
         (unknown, unknown, "characters must be in classes", "correct the name, or add them to classes="),
         (length and len(text) != length, text, f"labels must have {length} characters", 'rename it, or layout="lines"'),

@@ -16,6 +16,7 @@ from nbtools.tasks.hwdb.task import (
     loss,
     metrics,
     model,
+    part,
     suggest,
     tensors,
 )

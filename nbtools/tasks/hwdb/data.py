@@ -115,6 +115,7 @@ def survey(folder: Path, options: Mapping[str, Any], progress: bool = False) -> 
     hands = [f"writer {match[1]}" if match else page for match, page in zip(writers, pages, strict=True)]
     divided = {hand for hand, split in zip(hands, splits, strict=True) if split in (None, "train")}
     groups = pages if len(divided) < FEW else hands  # no hand is in two splits, where it is told
+    groups = [None if group == line.name else group for group, line in zip(groups, lines, strict=True)]
     return Survey(
         [*map(Entry, (line.name for line in lines), splits, labels, groups)],
         classes,

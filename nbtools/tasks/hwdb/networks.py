@@ -81,6 +81,7 @@ class Slim(nn.Module):
 
 
 NETWORKS: dict[str, type[Hctr] | type[Slim]] = {"hctr": Hctr, "slim": Slim}
+STRIDES = {"hctr": 32, "slim": 4}  # columns a time step
 
 
 def beyond(lengths: Tensor, width: int) -> Tensor:

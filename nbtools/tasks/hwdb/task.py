@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nbtools.data import Card, Draws, Pack, constant, places
+from nbtools.data import SPLITS, Card, Draws, Pack, constant, places
 from nbtools.errors import PlanError
 from nbtools.tasks.common import ctc
 from nbtools.tasks.common.metrics import THUMB, at_most, bucket_knob, epochs_for, text_metrics
@@ -87,14 +87,22 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
     }
 
 
-def network_for(card: Card | Pack) -> str:
-    """Return what `auto` means for lines of that height."""
-    return "hctr" if card.options["height"] >= HCTR_HEIGHT else "slim"
+def network_for(card: Card | Pack, plan: Plan = PLAN) -> str:
+    """Return the network of a plan; `auto` is decided by the height of the lines."""
+    return plan.network if plan.network != "auto" else "hctr" if card.options["height"] >= HCTR_HEIGHT else "slim"
+
+
+def part(pack: Pack, plan: Plan) -> Pack:
+    """Return the pack without training lines whose text does not fit into their time steps: these teach nothing."""
+    columns, characters = (torch.from_numpy(pack.offsets[name]).diff() for name in ("image", "label"))
+    labels = nn.utils.rnn.pad_sequence([*torch.from_numpy(pack.arrays["label"]).split(characters.tolist())], True)
+    fits = ctc.feasible(-(-columns // networks.STRIDES[network_for(pack, plan)]), labels, characters).numpy()
+    return pack.with_split(pack.split + len(SPLITS) * (~fits & (pack.split == 0)))
 
 
 def model(card: Card | Pack, plan: Plan) -> nn.Module:
     """Return the network for a data set. Raises PlanError if it cannot read lines of that height."""
-    name, height = network_for(card) if plan.network == "auto" else plan.network, card.options["height"]
+    name, height = network_for(card, plan), card.options["height"]
     kind = networks.NETWORKS[name]
     if height < kind.least_height:
         rule = f'Plan.network = "{name}" reads lines ≥ {kind.least_height} pixels high, but these are {height}'

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, say, side_by_side, stage
+from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, lacking, say, side_by_side, some, stage
 from nbtools.errors import MissingExtra, PackError
 from nbtools.show import plural, size_text
 from nbtools.tasks.common.files import decode_image, on_white, read_rows, read_text
@@ -35,6 +35,7 @@ LEAST, MOST = 32, 4096  # pixels of a side
 PER_PIXEL = 8  # a distance is stored in eighths of a pixel, so a byte reaches 31.875 px
 FAR = 255  # this far or farther, or no boundary at all
 BACKGROUND = ("background", "_background_", "bg")  # black, and what no drawn shape covers
+TYPED = re.compile(r"""[{\s"']*(\d+)["']?\s*:[\s"']*(.*?)["'\s}]*""")  # in a terminal: 0:background, or of a dict
 ORIENTATION = 0x0112  # the EXIF tag
 
 Ignored = int | str | Iterable[int | str] | None
@@ -60,9 +61,9 @@ def pack(
     size: (height, width) or one side, in pixels; by default the images' own if they have one size of at most 2
     million pixels, else 384 × 384, with a message. Others are scaled to fit inside; the rest is 0, and ignored.
     channels: 3 (transparency lies on white) or 4 (RGBA). classes: names, in order of their ids from 0; or a mapping
-    id → name; or a file as classes.txt; by default that file of the source, else the labels of CVAT's file, else the
-    ids in the masks. What no shape of CVAT covers is the class called background. ignore: ids or names to leave out,
-    besides 255, which is left out unless `classes` names it.
+    id → name, in a terminal 0:background,255:object; or a file as classes.txt; by default that file of the source, else
+    the labels of CVAT's file, else the ids in the masks. What no shape of CVAT covers is the class called background.
+    ignore: ids or names to leave out, besides 255, which is left out unless `classes` names it.
     val, test: shares, or whole numbers for exactly that many; the source's own folders and lists come first.
     test=1.0 makes all of them test, for a source that a run is evaluated on.
     Raises PackError if nothing can be used. `validate` also reports what is wrong with single files.
@@ -102,7 +103,9 @@ def parse_classes(classes: Given) -> list[tuple[int, str]]:
     if isinstance(classes, str | Path):
         return read_classes(Path(classes).expanduser())
     listed = classes if hasattr(classes, "__getitem__") else ()  # an order, as neither a number nor a set has
+    typed = [TYPED.fullmatch(f"{name}") for name in listed]
     pairs = [*(classes.items() if isinstance(classes, Mapping) else enumerate(listed))]
+    pairs = [(int(match[1]), match[2]) for match in typed if match and all(typed)] or pairs
     if not pairs or not all(isinstance(i, Integral) and isinstance(name, str) for i, name in pairs):
         raise PackError(f"classes must be names in the order of their ids, or id → name, got {classes!r}")
     return [(int(i), str(name)) for i, name in pairs]
@@ -158,7 +161,20 @@ def survey(folder: Path, asked: Options, progress: bool = False, scan: Callable[
     if any(item.drawing for item in items.values()) and named.isdisjoint(BACKGROUND):
         why = "classes must name what no shape covers: add 'background'"
         raise PackError(f"{why}, got {', '.join(options['names'])}; ignore='background' leaves it out")
-    return Survey([Entry(item.name, split=item.split) for item in items.values()], options["names"], options, bad=bad)
+    entries = [Entry(item.name, split=item.split) for item in items.values()]
+    return Survey(entries, options["names"], options, bad=bad, learn=partial(learn, asked))
+
+
+def learn(asked: Options, pack: Pack, train: np.ndarray) -> tuple[Options, list[str]]:
+    """Return no more options, and a remark on classes without a training pixel. Raises PackError for one and 255."""
+    seen = np.zeros((2, 256), bool)  # in training labels, in others
+    for split, label in zip(pack.split, np.asarray(pack.arrays["label"]), strict=True):
+        seen[min(split, 1)] |= np.bincount(label.ravel(), minlength=256) > 0
+    trained, every = ([name for k, name in enumerate(pack.classes) if row[k]] for row in (seen[0], seen[0] | seen[1]))
+    if len(every) < 2 and seen[:, IGNORE].any() and pack.options["ignored"] and not asked["ignore"]:
+        came = f"only {', '.join(every) or 'no class'} has pixels, besides 255, which is ignored"
+        raise PackError(f"{came}; give classes={{0: 'background', 255: 'object'}}, or ignore=255 if that is meant")
+    return {}, lacking(pack.classes, trained, "train pixel")
 
 
 def classes_of(source: Source) -> list[tuple[int, str]]:
@@ -169,12 +185,15 @@ def classes_of(source: Source) -> list[tuple[int, str]]:
         own = [label for label in source.labels if label.casefold() in BACKGROUND][:1]
         return [*enumerate([*(own or BACKGROUND[:1]), *(label for label in source.labels if label not in own)])]
     masks = {source.folder / item.label for item in source.items.values()}
-    ids = check_each(lambda mask: np.unique(read_ids(mask)).tolist(), masks, progress=False)
+    values = check_each(lambda mask: np.unique(read_ids(mask)).tolist(), masks, progress=False)
     try:
-        seen = {i for i in ids if isinstance(i, int)} or {*read_ids(min(masks)).flat}  # which says why there is none
+        seen = {i for i in values if isinstance(i, int)} or {*read_ids(min(masks)).flat}  # which says why there is none
     except Refused as refusal:
         raise PackError(f"{min(masks)}: {refusal}") from None
-    return [(int(i), f"class {i}") for i in sorted(seen - {IGNORE})]
+    if IGNORE in seen and (ids := sorted(seen - {IGNORE})) and max(ids) >= 2 * len(ids):
+        came = f"masks have {some([*map(str, ids)])} and 255: are these shades of grey? 255 would be ignored"
+        raise PackError(f"{came}; name the ids, classes={{id: name}}, or export masks whose values are ids")
+    return [(int(i), f"class {i:d}") for i in sorted(seen - {IGNORE})]
 
 
 def read(path: Path, options: Options) -> Sample:

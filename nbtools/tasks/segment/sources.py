@@ -23,6 +23,7 @@ from nbtools.tasks.segment import cvat
 
 SPLIT = r"(train|val|test)?(?:ing|id|idation)?"
 FOLDER = re.compile(rf"{SPLIT}[_ -]?(?:images?|imgs?|(labels?|masks?|annot(?:ations?)?))?[_ -]?{SPLIT}", re.I)
+LAYOUTS = "name masks/ as images/ are, write a list with lines image,label, or add CVAT's annotations.xml"
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,13 @@ class Source:
         for name in self.having(".xml"):
             self.read_annotations(name)
         used = self.items.keys() | {item.label for item in self.items.values()}
-        for name, (_, is_mask, _) in parsed.items():
+        fix = "add the missing file, or delete this one" if self.items else LAYOUTS
+        for name, (_, is_mask, key) in parsed.items():
             if name not in used:
-                rule = "a label must have an image" if is_mask else "an image must have a label"
-                came = "in no list" if paired or named else "none of that name"
-                self.rows.append(Row(name, came, rule, "add the missing file, or delete this one"))
+                rule = "a label must have an image of its own" if is_mask else "an image must have a label"
+                other = self.items.get(images.get(key, "")) if is_mask else None
+                came = f"one with {other.label}" if other else "in no list" if paired or named else "none of that name"
+                self.rows.append(Row(name, came, rule, fix))
 
     def read_annotations(self, name: str) -> None:
         """Take the images of a CVAT file that have no other label."""

@@ -90,15 +90,18 @@ def colours(names: Sequence[str]) -> np.ndarray:
 
 def save(answer: np.ndarray, picture: str | Path, folder: str | Path, card: Card | Pack) -> Path:
     """Write the class map (H, W) uint8 predicted for a picture as `folder/NAME.png`, at the picture's size: a palette
-    PNG, whose values are indices into card.classes. Raises PackError for a picture that cannot be read, and if there is
-    such a file already."""
+    PNG, whose values are the ids in the masks it learned from; beyond 255, indices into card.classes. Raises PackError
+    for a picture that cannot be read, and if there is such a file already."""
     target, size = Path(folder) / f"{Path(picture).stem}.png", header_size(Path(picture))
     if size is None or target.exists():
         what = f"{picture} cannot be read" if size is None else f"{target} is there already"
         raise PackError(f"{what}; choose another folder, one for each folder of pictures")
-    mask = Image.fromarray(answer).crop(inner_box(size, card.options["size"]))
+    ids = card.options["ids"] if max(card.options["ids"]) < 256 else range(len(card.classes))
+    values, palette = np.array(ids, np.uint8), np.zeros((max(ids) + 1, 3), np.uint8)
+    palette[values] = colours(card.classes)
+    mask = Image.fromarray(values[answer]).crop(inner_box(size, card.options["size"]))
     mask = mask.resize((size[1], size[0]), Image.Resampling.NEAREST)
-    mask.putpalette(colours(card.classes).tobytes())
+    mask.putpalette(palette.tobytes())
     with disk.explained("writing a prediction", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         mask.save(target, "png")

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from nbtools import disk
+from nbtools import data, disk
 from nbtools.data import Card, Entry, Pack, Sample, Survey, build_pack, compose, side_by_side, split_word, stage
 from nbtools.errors import PackError
 from nbtools.show import plural
@@ -106,7 +106,12 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
     )
     by, made = "features" if keys["kp_key"] is None else "x", {**keys, "categories": categories}
     bad = [row[:4] for row in errors]
-    return Survey(entries, glosses, made, ragged=("x", "mask", "features"), bucket_by=by, bad=bad)
+    return Survey(entries, glosses, made, ragged=("x", "mask", "features"), bucket_by=by, bad=bad, learn=learn)
+
+
+def learn(pack: Pack, train: np.ndarray) -> tuple[dict[str, Any], list[str]]:
+    """Return no more options, and a remark on glosses without a training clip."""
+    return {}, data.lacking(pack.classes, {pack.classes[i] for i in pack.arrays["label"][train, 0]}, "train sample")
 
 
 def keys_of(options: Mapping[str, Any], folder: Path, clips: Sequence[str]) -> dict[str, Any]:
