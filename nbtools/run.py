@@ -261,7 +261,8 @@ def require_like(run: Any, pack: Pack) -> None:
     if not isinstance(pack, Pack):
         raise PackError(f"pack must be an nb.Pack, got {type(pack).__name__}; make one with run.pack(source)")
     pack = run.task.part(pack, run.plan)
-    free = FREE if "x" in run.card.options.get("inputs", "x") else {*FREE, "columns"}  # of images, folders have none
+    named = [each.card.options.get("columns") for each in (run, pack)]  # of images, folders have none, nor have arrays
+    free = FREE if "x" in run.card.options.get("inputs", "x") and all(named) else {*FREE, "columns"}
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
         if isinstance(ours, dict):
