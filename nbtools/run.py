@@ -273,7 +273,8 @@ def require_like(run: Any, pack: Pack) -> None:
     if pack.card.content == run.card.content != "" and pack.card.digest != run.card.digest:
         say(f"{pack.folder} divides the run's data in another way: the run may have trained on what is evaluated here")
     pack = run.task.part(pack, run.plan)
-    free = FREE if "x" in run.card.options.get("inputs", "x") else {*FREE, "columns"}  # of images, folders have none
+    named = [each.card.options.get("columns") for each in (run, pack)]  # of images, folders have none, nor have arrays
+    free = FREE if "x" in run.card.options.get("inputs", "x") and all(named) else {*FREE, "columns"}
     for name in ("task", "classes", "options", "columns"):
         ours, theirs = (getattr(each.card, name) for each in (run, pack))
         if isinstance(ours, dict):

@@ -46,6 +46,7 @@ DATA["labels"] = lambda count: [
     (row, ["up"] * int(row[0] > 0) + ["odd"] * (i % 2)) for i, (row, _) in enumerate(rows(count))
 ]
 DATA["bare"] = lambda count: [*np.ones((count, 4), np.float32)]
+DATA["lists"] = lambda count: [(np.ones(4, np.float32), [0, 2][i % 2 :]) for i in range(count)]
 DATA["whole"] = lambda count: (np.ones((count, 4), int), [0, 1] * (count // 2))
 
 

@@ -205,7 +205,7 @@ def test_9_a_pretrained_transformer_with_a_frozen_body():
 def test_10_random_transforms_and_no_copy():
     for seed in range(20):
         torch.manual_seed(seed)
-        with pytest.raises(PackError, match="pass store=False: each epoch then reads the Dataset itself"):
+        with pytest.raises(PackError, match="store=False: each epoch then reads the Dataset itself, and val= must be"):
             nb.pack(Flipped(), progress=False)
     pack = nb.pack(Flipped(), store=False)
     assert nb.evaluate(nb.fit(nb.classify(Net), pack, plan(), run="runs/random"), pack)["accuracy"] > 0.9

@@ -1,9 +1,7 @@
-"""Archives, unpacked safely.
-
-Links escape from `extractall` of tarfile, even with `filter="data"`, and truncated tars pass in silence. So every entry
-is checked before anything is written; only plain files are read, each is created anew below a new folder, and the
-unpacked size has a limit. What is compressed is read twice, so that no disk must hold its tar.
-"""
+"""Archives, unpacked safely. Links escape from `extractall` of tarfile, even with `filter="data"`, and truncated tars
+pass in silence. So every entry is checked before anything is written; only plain files are read, each is created anew
+below a new folder, and the unpacked size has a limit. What is compressed is read twice, so that no disk must hold its
+tar."""
 
 import contextlib
 import errno

@@ -69,6 +69,7 @@ class Survey:
     columns: Mapping[str, Column] = field(default_factory=dict)  # with their layouts, also those that are not stored
     block: int | None = None  # samples in a file
     together: Callable[[Sequence[int]], dict[str, Any] | None] | None = None  # arrays of several samples, if it can
+    varying: bool = False  # items differ each time they are read
 
 
 def build_pack(
@@ -175,6 +176,7 @@ class RawFiles(Dataset):
         return len(self.pack)
 
     def __getitem__(self, i: int) -> Sample:
+        i = range(len(self))[i]
         decoded = self.read(self.source / self.pack.names[i], self.pack.options)
         return {**(self.pack.sample(i) if self.pack.is_stored else {}), **decoded, "id": np.asarray(i, np.int64)}
 
@@ -336,8 +338,8 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     for i, entry in enumerate(entries if needed and not survey.exact else ()):
         held = b"".join(array.tobytes() for name, array in pack.sample(i).items() if name != "label")
         groups[i] = entry.group or first.setdefault(hashlib.sha256(held).digest(), entry.name)
-    places = pack.places(groups, survey.named, labels, draw[2], survey.exact and needed)
-    split = splits.assign(given, places, groups, labels if survey.exact else None, draw[:2], survey.exact)
+    places, units = pack.places(groups, survey.named, labels, draw[2], survey.exact and needed)
+    split = splits.assign(given, places, units, labels if survey.exact else None, draw[:2], survey.exact)
     wanted = Counter(entry.split for entry in survey.entries)
     wanted[None] += len(survey.bad) * (None in wanted)  # files that the survey refused
     lines = []
@@ -346,4 +348,9 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
         lines.append(f"{lost:,} of {plural(wanted[one], 'sample')}{of} cannot be used, see pack.bad")
     shares = {"train": 1, "val": draw[0], "test": 0 if {*given} - {None} else draw[1]}
     drawn = [one for one, share in shares.items() if share and not splits.is_all(draw[1])]
+    if survey.varying and drawn[1:]:
+        lines.append(f"the Dataset augments {' and '.join(drawn[1:])} too: pass val=… one without random transforms")
+    parts = Counter(group for group, _ in {*zip(groups, split, strict=True)} if group and survey.exact)
+    if shared := sorted(group for group, count in parts.items() if count > 1):
+        lines.append(f"{plural(len(shared), 'group')} in several of the splits given ({splits.some(shared)})")
     return split, lines + splits.remarks(split, labels, drawn)

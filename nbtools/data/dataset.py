@@ -1,8 +1,6 @@
-"""nb.pack: your data becomes the columns of a Pack; and items to predict on are read the same way.
-
-Folders of images by class and tables are lists of items: dicts by column, with the paths of images in place of them.
-What a folder is follows from the images that it holds: hidden ones and those in __MACOSX or @eaDir do not count.
-"""
+"""nb.pack: your data becomes the columns of a Pack; and items to predict on are read the same way. Folders of images by
+class and tables are lists of items: dicts by column, with the paths of images in place of them. What a folder is
+follows from the images that it holds: hidden ones and those in __MACOSX or @eaDir do not count."""
 
 import dataclasses
 import re
@@ -36,6 +34,7 @@ COUNT = r"(?i:id|index|\w*[_ ]id)|\w*[a-z]I[dD]"  # names of columns that count 
 WRITTEN = {"keep_default_na": False, "na_values": [""]}  # of pandas: NA, None and nan are texts
 NUMBERS = {"include": ["number", "bool", "boolean"], "exclude": ["timedelta", "complexfloating"]}
 SPLIT = r"(?<![a-z])(?:(train)(?:ing)?|e?(val)(?:id|idation|uation)?|dev|(test)(?:ing)?)(?:set|data|images?)?(?![a-z])"
+WHOLE = rf"{SPLIT}(.(set|data|images?))?"  # a name that is nothing else
 
 
 def pack(
@@ -90,7 +89,8 @@ def pack(
     given = {"target": target, "inputs": inputs, "image": image, "sep": sep, "resize": resize}
     given |= {"classes": names_in(classes), "points": points, "text": text, "store": store}
     given |= {name: x if x is None else np.ravel(x).tolist() for name, x in (("mean", mean), ("std", std))}
-    options = SimpleNamespace(**given, like=like or {}, size=size_of(size, resize), key=(target, inputs), columns=None)
+    like, columns = like or ({}, None)
+    options = SimpleNamespace(**given, like=like, size=size_of(size, resize), key=(target, inputs), columns=columns)
     if isinstance(data, str | Path) and not is_table(data) and is_pack(folder := stage(data, progress=progress)):
         pack = open_pack(folder, TASK, test, **given, size=options.size)
         return pack.folds(folds, seed) if folds else pack
@@ -151,6 +151,8 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
     """Return the parts, and the groups, of a column its values. Raises PackError for what has no items to ask for."""
     parts, values, roles, column = list[Part](), [], None, groups if isinstance(groups, str) else None
     options.source = " + ".join(f"{x}" if isinstance(x, str | Path) else type(x).__name__ for x in given.values())
+    every = vars(options) | {"root": root}
+    asked = [name for name in ("sep", "image", "root", "target", "inputs") if every[name] is not None]
     for split, data in given.items():
         path, name = isinstance(data, str | Path), f"{split}/{{}} {{}}" if split else "{} {}"
         if is_table(data):
@@ -166,19 +168,35 @@ def open_parts(given: Mapping[str | None, Any], options: Any, root: Any, groups:
             if progress and options.image and not parts and is_far(folder):
                 say(f"images in {folder} are read from Drive one by one; a zip, root='drive:….zip', is faster")
             rows = rows_of(frame, *roles, options, folder)
-            files = [f": {file}" for file in frame[options.image]] if options.image else [""] * len(rows)
-            parts.append((split, rows, [name.format("row", f"{i}{file}") for i, file in enumerate(files)]))
-            values += frame[column].tolist() if column in frame else []
+            files = frame[options.image] if options.image else [None] * len(rows)
+            files = [f"{i}: {file}" if isinstance(file, str | Path) else i for i, file in enumerate(files)]
+            parts.append((split, rows, [name.format("row", file) for file in files]))
+            values += [] if column is None else by_name(frame, [column])[0][column].tolist()
             options.key, options.columns = (TARGET if roles[0] else None, None), roles[1]
-        elif options.sep is not None:
-            raise PackError(f"sep splits texts of a table, got {type(data).__name__}; return a list of labels instead")
+        elif asked[:1] and not (options.like or options.columns) and (path or asked[0] not in ("target", "inputs")):
+            fix = f"name the table in it: nb.pack(nb.stage({str(data)!r}) / 'labels.csv', {asked[0]}=…)"
+            fix = fix if path else "return images, and a list of labels, instead"
+            raise PackError(f"{asked[0]}= is for tables, got {options.source}; {fix}")
         elif path:
             parts += image_folders(stage(data, progress=progress), split, options.classes is not None, progress)
             options.key = (TARGET, None)
         else:
+            if isinstance(data, tuple) and len(data) == 2 and options.key[0] != 0:
+                x, options.columns = by_name(data[0], options.columns)
+                data = x, data[1]
             data = list_items(data)
             parts.append((split, data, [name.format("item", i) for i in range(len(data))]))
     return parts, values if column is not None else groups
+
+
+def by_name(x: Any, names: Sequence[str] | None) -> tuple[Any, Any]:
+    """Return columns of a DataFrame in this order, by default its own, and their names; an array as it is."""
+    own = [*getattr(x, "columns", ())]
+    if not all(isinstance(name, str) for name in own) or not 0 < len({*own}) == len(own):
+        return x, names
+    if absent := [name for name in names or () if name not in own]:
+        raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(own)}")
+    return x[[*(names or own)]], names or own
 
 
 def list_items(data: Any) -> Any:
@@ -231,9 +249,14 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
     for word, at in places:
         there = [name for name in names if name.startswith(at) and "/" in name[len(at) :]]
         there = [name for name in there if not crossed or split_word(name[len(at) :].split("/")[1]) == word]
-        if pairs := [folder for folder in inside(there, at) if folder.lower() in NO_CLASS]:
-            came, fix = ", ".join(inside(there, at)), "pass masks as a list of (image, mask), labels as a table"
-            raise PackError(f"{root / at}: {pairs[0]!r} is not a class (folders: {came}); {fix}")
+        found = inside(there, at)
+        inner = sorted({(*name[len(at) :].split("/")[:2],) for name in there if name.count("/", len(at)) > 1})
+        odd = [each for each in found if each.lower() in NO_CLASS or (not one and re.fullmatch(WHOLE, each, re.I))]
+        odd += [folder for folder, deep in inner if folder != deep in found or deep.lower() in ("mask", "masks")]
+        if odd:
+            fix = "pass masks as a list of (image, mask), labels as a table"
+            fix = "name all classes=[…]" if split_word(odd[0]) else fix
+            raise PackError(f"{root / at}: {odd[0]!r} is not a class (folders: {', '.join(found)}); move it, or {fix}")
         items = [{"image": root / name, TARGET: compose(name[len(at) :].split("/")[0])} for name in there]
         parts.append((word, items, [f"{split}/{name}" if split else name for name in there]))
         left_out.difference_update(there)
@@ -273,13 +296,15 @@ def read_table(data: Any, named: Collection[Any] = (), kept: Any = (), doubted: 
             with open(data, encoding="utf-8-sig") as file:
                 sep = max(",;\t|", key=file.readline().count)
             read = partial(pd.read_csv, data, sep=sep, encoding="utf-8-sig", skipinitialspace=True)
+            if not isinstance(read(nrows=9, dtype="string").index, pd.RangeIndex):
+                raise ValueError("rows of more fields than the header has names")
             frame, texts = read(), read(usecols=lambda name: name.strip() in named, dtype="string", **WRITTEN)
             numbers = [name for name in frame if re.fullmatch(r"-?\d+(\.\d*)?", name)]
             rising = all(map(str.isdecimal, numbers)) and sorted({*map(int, numbers)}) == [*map(int, numbers)]
             if not rising or any((texts[name] == name).any() for name in texts):  # else 0, 1, 2 of pandas, or years
                 raise ValueError(f"the first line {', '.join(frame)}")
         except (OSError, ValueError) as error:  # pandas' own are ValueErrors
-            fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…)"
+            fix = "or pass a DataFrame: pd.read_csv(…, encoding=…, header=…, index_col=False)"
             raise PackError(f"{data} must be a table in UTF-8 with a header line, got {error}; {fix}") from None
         for name, cells in texts.items():
             words = [word for word in cells[frame[name].isna()] if not is_missing(word)]  # pandas': NA, None, null …
@@ -305,10 +330,12 @@ def roles_of(frame: "pd.DataFrame", options: Any, besides: Any, progress: bool) 
     unnamed ones and row numbers, as is said. Raises PackError where there is no single reading."""
     target = target_of(dict(frame), *options.key)
     goals = [str(name) for name in (target if isinstance(target, list | tuple) else [target]) if name is not None]
+    if options.classes and {*options.classes} == {*map(compose, goals)}:
+        goals.sort(key=lambda name: options.classes.index(compose(name)))
     own = [] if options.image is None else [options.image]
     idle = [name for name in frame if name.startswith("Unnamed: ")]  # an index, or what is behind a last comma
     idle += [name for name in frame.select_dtypes("integer") if re.fullmatch(COUNT, name) and frame[name].is_unique]
-    rest = own or [name for name in frame if name not in (*goals, besides, *idle)]
+    rest = own or options.columns or [name for name in frame if name not in (*goals, besides, *idle)]
     if progress and idle and rest != own and options.inputs is None:
         say(f"unnamed columns and row numbers are left out: {', '.join(idle)}; inputs=[…] includes them")
     inputs = [*dict.fromkeys(map(str, rest if options.inputs is None else [*own, *options.inputs]))]
@@ -333,8 +360,7 @@ def refuse_splits(frame: "pd.DataFrame", used: Sequence[Any]) -> None:
 def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], options: Any, root: Path) -> Table:
     """Return the rows as items: numbers are one array, `x`; the file in the column `image`, in root, is the image;
     texts are columns of their own; `sep` divides a target into labels. Raises PackError for other columns."""
-    if absent := [name for name in (*goals, *inputs) if name not in frame]:
-        raise PackError(f"the table has no column {absent[0]!r}; its columns are {', '.join(map(str, frame))}")
+    frame, _ = by_name(frame, (*goals, *inputs))
     values = frame[[name for name in inputs if name != options.image]].infer_objects()
     numbers = values.select_dtypes(**NUMBERS)
     numbers = numbers.dropna(axis="columns", how="all") if len(frame) > 1 else numbers
@@ -350,10 +376,12 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
         raise PackError(f"text= needs a text column, not {', '.join(inputs)}; df[[…]].astype(str) makes one")
     columns: dict[str, Any] = {name: frame[name].tolist() for name in texts}
     if options.image in inputs:
-        names = [str(f).replace("\\", "/") for f in frame[options.image] if not is_missing(f)][:1]
-        if any(not (root / name).exists() and (root.parent / name).exists() for name in names):
-            root = root.parent  # a list that names the folder of images too
-        columns["image"] = [None if is_missing(f) else root / str(f).replace("\\", "/") for f in frame[options.image]]
+        held = [f.get("bytes") or f.get("path") if isinstance(f, dict) else f for f in frame[options.image]]
+        held = [f if isinstance(f, bytes) or is_image(f) else "" if is_missing(f) else str(f) for f in held]
+        held = [Path(f.replace("\\", "/")) if f and isinstance(f, str) else f for f in held]
+        files = [f for f in held if isinstance(f, Path)][:99]  # the list may name the folder of images too
+        root = next((at for f in files for at in (root, root.parent) if (at / f).exists()), root)
+        columns["image"] = [root / f if isinstance(f, Path) else f or None for f in held]
     if len(numbers.columns):
         columns["x"] = numbers.to_numpy(np.float32, na_value=np.nan)
     if len(goals) == 1:
@@ -373,10 +401,9 @@ def rows_of(frame: "pd.DataFrame", goals: Sequence[str], inputs: Sequence[str], 
 def options_like(card: Card) -> dict[str, Any]:
     """Return options of `pack` with which another source has the classes and the preprocessing of a card."""
     roles = {name: value for name, value in card.options["roles"].items() if name != "key"}
-    roles["inputs"] = card.options["columns"] or roles["inputs"]  # of a table, which may have more
     classes = {"values": False, "none": None}.get(card.options["kind"], card.classes)
     values = [name for name in card.columns if name != TARGET or card.options["kind"] == "values"]
-    roles["like"] = {name: card.columns[name] for name in values}
+    roles["like"] = {name: card.columns[name] for name in values}, card.options["columns"]
     return {**roles, "classes": classes, "text": resolve_name(card.options["text"]) if card.options["text"] else None}
 
 
@@ -386,12 +413,12 @@ def items_of(given: Any, card: Card, root: str | Path | None = None) -> Sequence
     columns = card.options["columns"]
     if getattr(given, "ndim", 0) == 1 and hasattr(given, "iloc") and not {*(columns or ())} & {*given.index}:
         given = given.tolist()  # a Series of items, not a row
-    if columns is None and hasattr(given, "iloc"):
-        given = given.to_numpy()  # as of (x, y)
+    given = given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 and hasattr(given, "iloc") else given
+    if hasattr(given, "iloc") and (columns is None or isinstance(card.options["roles"]["key"], int)):
+        given = by_name(given, columns)[0].to_numpy()  # as of (x, y)
     elif columns and (hasattr(given, "iloc") or is_table(given)):
         place = (given := drive_path(given)).parent if isinstance(given, str | Path) else Path()
         roles = SimpleNamespace(**card.options["roles"], text=card.options["text"])
-        given = given.to_frame().T.infer_objects() if getattr(given, "ndim", 2) == 1 else given
         return rows_of(read_table(given, [roles.image]), (), columns, roles, place if root is None else stage(root))
     first = card.columns[card.options["inputs"][0]]
     ranks = 0, len(first.shape) + (first.kind == "ragged")

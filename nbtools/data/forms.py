@@ -1,7 +1,5 @@
-"""How values are packed, and later those to predict: upright images, resized with what is marked on them; all else.
-
-A pack holds uint8, whole numbers, booleans and float32: other floats become float32.
-"""
+"""How values are packed, and later those to predict: upright images, resized with what is marked on them; all else. A
+pack holds uint8, whole numbers, booleans and float32: other floats become float32."""
 
 import contextlib
 import io
@@ -210,7 +208,7 @@ def fit(name: str, value: Any, column: Column, kind: str = "values", names: Sequ
         raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
     made = array.astype(column.dtype, copy=False)
     exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
-    exact = exact and (not column.layout or made.dtype.kind == array.dtype.kind)  # 0…255 is no 0…1
+    exact = exact and (not column.layout or made.dtype.kind in ("b", array.dtype.kind))  # 0…255 is no 0…1
     exact = exact and (kind != "labels" or bool(np.isin(made, (0, 1)).all()))
     alike = array.ndim == len(column.shape) + ragged and array.shape[ragged:] == column.shape and array.size > 0
     if not (exact and alike):
@@ -247,13 +245,19 @@ def common_column(name: str, values: Sequence[Any], classes: Any, picture: bool)
         layout = "hw"
     elif len(shape) == 3 and dtype in (np.uint8, np.float32):
         layout = "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
+        if layout and name == TARGET and dtype == np.uint8 and all((array < 2).all() for array in arrays):
+            dtype = np.dtype(bool)  # a mask, which no 255 divides
     return "values", Column("fixed", dtype.str, shape, layout)
 
 
-def moments_of(column: Column, array: np.ndarray, rows: np.ndarray) -> tuple[list[float], list[float]]:
+def moments_of(column: Column, array: np.ndarray, rows: np.ndarray, target: bool) -> tuple[list[Any], list[Any]]:
     """Return (mean, standard deviation, 1 of what never varies) of the chosen rows, (n,) bool, of a column, of images
-    in 0…1: per channel of images; per value of vectors and of each step of ragged columns; else one of all."""
+    in 0…1: per channel of images; per value of vectors and of each step of ragged columns; of inputs (steps, features)
+    or (features, steps), in that shape, per feature: the shorter axis; else one of all."""
     axis = {"chw": 1, "hwc": 3}.get(column.layout, 1 if len(column.shape) == 1 else None)
+    two = column.kind == "fixed" and len(column.shape) == 2 and not (column.layout or target)
+    if two and len({*column.shape}) == 2:
+        axis = 1 + int(np.argmin(column.shape))
     mean, squares, count, step = np.zeros(1), np.zeros(1), 0, max(1, BLOCK * len(array) // max(array.size, 1))
     for start in range(0, len(array), step):  # Chan's update: far from 0 a difference of squares says nothing
         block = array[start : start + step][rows[start : start + step]]
@@ -268,4 +272,5 @@ def moments_of(column: Column, array: np.ndarray, rows: np.ndarray) -> tuple[lis
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
     unit = 255 if column.layout and column.dtype == "|u1" else 1  # what 1 is kept as
-    return (mean / unit).tolist(), np.where(std > 0, std / unit, 1).tolist()
+    shape = (-1, 1) if two and axis == 1 else -1
+    return (mean / unit).reshape(shape).tolist(), np.where(std > 0, std / unit, 1).reshape(shape).tolist()

@@ -1,7 +1,5 @@
-"""The items of the data, read as a pack keeps them: when packing, and by workers in training.
-
-An item is an array, tensor, number, text or PIL image, or several by place or name: some are inputs, one is the target.
-"""
+"""The items of the data, read as a pack keeps them: when packing, and by workers in training. An item is an array,
+tensor, number, text or PIL image, or several by place or name: some are inputs, one is the target."""
 
 import hashlib
 import json
@@ -26,7 +24,7 @@ from nbtools.data.forms import FIX, TARGET, TARGETS, is_image, is_names
 from nbtools.data.pack import FORMAT, Column, Pack, Sample
 from nbtools.errors import NbtoolsError, PackError
 
-VERSION = 11  # of what a card keeps of them; packs of another are made anew
+VERSION = 12  # of what a card keeps of them; packs of another are made anew
 SEEN, LEAST = 64, 8  # items looked at; of large ones fewer, but so many
 LOOKED, BLOCK, MOST = 2**28, 2**22, 256  # bytes that they may take together, and those of a block; its most items
 MOST_ROWS = 2**14  # of columns in memory
@@ -238,6 +236,9 @@ class Items:
         classes = [*dict.fromkeys(chain(*self.classes))] if options.classes is None else options.classes
         if not classes and any(isinstance(value, list) for value in seen.get(TARGET, ())):
             raise PackError("items have several labels each; list all of them: classes=[…]")
+        lists = [x for x in seen.get(TARGET, ()) if isinstance(x, np.ndarray) and x.ndim == 1 and x.dtype.kind in "iu"]
+        if options.classes and any(len(numbers) != len(classes) for numbers in lists):
+            raise PackError("labels must not be lists of numbers; return names, or arrays of 0 and 1, one per class")
         if options.size and not self.pictures - {TARGET}:
             raise PackError("size resizes PIL images, and the items hold none; resize in the Dataset instead")
         if lost := [name for name, values in seen.items() if not values and name not in options.like]:
@@ -312,7 +313,8 @@ class Items:
         if store and self.varying:
             rule = "differs each time it is read: the Dataset augments at random, and a pack keeps one reading"
             fix = "Augment on the device instead, nb.classify(net, augment=(…)), or pass store=False"
-            raise PackError(f"{self.varying} {rule}. {fix}: each epoch then reads the Dataset itself")
+            fix += ": each epoch then reads the Dataset itself, and val= must be one without random transforms"
+            raise PackError(f"{self.varying} {rule}. {fix}")
         classes = self.allowed if self.kind in ("classes", "labels") else []
         if self.kind == "classes" and not classes and TARGET not in self.stored:
             raise PackError("store=False does not read the items before training; name the classes: classes=[…]")
@@ -333,6 +335,7 @@ class Items:
             columns=columns,
             block=min(max(BLOCK // max(size, 1), 1), MOST_ROWS if whole else MOST),
             together=partial(self.together, columns=self.stored) if whole else None,
+            varying=bool(self.varying),
         ), partial(self.sample, columns=self.stored)
 
     def learn(self, pack: Pack, train: np.ndarray) -> tuple[dict[str, Any], list[str]]:
@@ -351,20 +354,21 @@ class Items:
                 array = (np.concatenate if column.kind == "ragged" else np.stack)([sample[name] for sample in read])
                 rows = np.ones(len(array), bool)
             given = (self.options.mean, self.options.std) if name in self.images and self.options.mean else None
-            moments = given or forms.moments_of(column, array, rows)
-            learned["mean"][name], learned["std"][name] = ([*map(float, each)] for each in moments)
+            moments = given or forms.moments_of(column, array, rows, name == TARGET)
+            learned["mean"][name], learned["std"][name] = (np.array(each, float).tolist() for each in moments)
         return learned, []
 
 
 def classes_of(data: Any, target: Any) -> list[str]:
     """Return the names that a Dataset has for classes given as numbers: a ClassLabel's, or `.classes` as in
-    torchvision, also below a Subset, which leaves labels as they are; of several labels in a list all that occur."""
+    torchvision, without a target_transform, also below a Subset; of several labels in a list all that occur."""
     if isinstance(data, list | Table):
         labels: Any = data.columns.get(target, ()) if isinstance(data, Table) else ()
         if isinstance(data, list):
             labels = [parts_of(item).get(target) for item in data if item is not None]
         several = [[label] if isinstance(label, str) else label for label in labels] * any(map(is_names, labels))
-        return sorted({forms.compose(name) for names in several if is_names(names) for name in names})
+        every = sorted({forms.compose(name) for names in several if is_names(names) for name in names})
+        return sorted(every, key=int if all(map(str.isdecimal, every)) else str)  # as of one label
     while isinstance(data, Subset):
         data = data.dataset
     if isinstance(data, ConcatDataset):
@@ -374,7 +378,7 @@ def classes_of(data: Any, target: Any) -> list[str]:
         return every[0]
     features = getattr(data, "features", None)
     names = getattr(features.get(target), "names", None) if isinstance(features, Mapping) else None
-    names = names or getattr(data, "classes", None)
+    names = names or (getattr(data, "classes", None) if getattr(data, "target_transform", None) is None else None)
     return [*map(forms.compose, names)] if isinstance(names, list | tuple) and is_names(names) else []
 
 

@@ -188,6 +188,7 @@ class Pack(show.Table):
 
     def sample(self, i: int) -> Sample:
         """Return column → array of one sample; from `raw` if the pack does not store it."""
+        i = range(len(self))[i]  # -1 is the last
         if not self.is_stored:
             if self.raw is None:
                 raise PackError(f"{self.folder} stores no samples; pack its Dataset again to read them")
@@ -203,19 +204,21 @@ class Pack(show.Table):
         by = by if by in (None, *ragged) else next(iter(ragged), None)
         return self.with_split(np.where(full, self.split, len(SPLITS)), columns=kept, bucket_by=by)
 
-    def places(self, groups: Sequence[str | None], label: Any, labels: Any, seed: int, exact: bool) -> list[float]:
-        """Return the place in [0, 1) of each sample: of its group or name, exact: of its arrays without the label."""
+    def places(self, groups: Sequence[Any], label: Any, labels: Any, seed: int, exact: bool) -> tuple[list[Any], ...]:
+        """Return the place in [0, 1) of each sample: of its group or name, exact: of its arrays without the label; and
+        what stays in one split: its group, or copies of one image."""
         places, held_in = [], sorted(self.columns.keys() - {label}) if exact and self.is_stored else []
+        pictures = any(self.columns[name].layout for name in held_in)
         columns = [(np.asarray(self.arrays[name]), self.offsets.get(name)) for name in held_in]
         for i, name in enumerate(self.names):
             held = b"".join(a[i if at is None else slice(*at[i : i + 2])].tobytes() for a, at in columns)
             places.append(splits.position(groups[i] or held or name, seed))
-        if exact and len({*places}) < min(100, len(places) / 2):  # of a few kinds of rows no split should lack one
+        if exact and not pictures and len({*places}) < min(100, len(places) / 2):  # no split should lack a kind of rows
             seen = Counter[Any]()
             for i, kind in enumerate(zip(places, labels or places, strict=True)):
                 places[i] = splits.position(f"{kind} {seen[kind]}", seed) if seen[kind] else places[i]
                 seen[kind] += 1
-        return places
+        return places, [group or (place if pictures else None) for group, place in zip(groups, places, strict=True)]
 
     def folds(self, k: int, seed: int = 0) -> list[Self]:
         """Return k packs for cross-validation: the n-th validates on the n-th part of what is not test, and trains on
@@ -224,7 +227,7 @@ class Pack(show.Table):
         groups = json.loads(path.read_bytes()) if path.exists() else [None] * len(self)
         if label is not None:
             labels = class_names(np.load(self.folder / f"{label}.npy"), self.classes)
-        places = self.places(groups, label, labels, seed, "roles" in self.options)
+        places, groups = self.places(groups, label, labels, seed, "roles" in self.options)
         units = splits.units_of(np.flatnonzero(self.split < 2).tolist(), places, groups, labels)
         if not isinstance(k, int) or not 2 <= k <= len(units):
             raise PackError(f"folds must be 2 to {len(units):,}, the number of samples or groups, got {k!r}")

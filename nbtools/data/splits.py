@@ -1,8 +1,6 @@
 """Which samples train, validate and test: decided by a hash of each, so that it has the same split on every machine.
-
-What stays in one split is a unit: a sample, or a group of them. If drawn by name, each unit's own hash decides, so
-that none moves when others are added; if drawn by class or content, shares are exact.
-"""
+What stays in one split is a unit: a sample, or a group of them. If drawn by name, each unit's own hash decides, so that
+none moves when others are added; if drawn by class or content, shares are exact."""
 
 import hashlib
 from collections import Counter
@@ -14,7 +12,6 @@ from nbtools.errors import PackError
 from nbtools.show import plural
 
 SPLITS = ("train", "val", "test")
-Texts = Sequence[str | None]
 Places = Sequence[float]
 USES = {"train": "can be learned", "val": "chooses the best checkpoint or stops early", "test": "tests it at the end"}
 
@@ -26,7 +23,9 @@ def position(data: str | bytes, seed: int = 0) -> float:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7, key=key).digest(), "big") / 2**56
 
 
-def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Places, exact: bool) -> list[str]:
+def assign(
+    given: Sequence[Any], places: Places, groups: Sequence[Any], labels: Any, shares: Places, exact: bool
+) -> list[str]:
     """Return the split of every sample: the given one, else by its place in [0, 1) and the shares of val and test.
 
     A source with a train split but no val split gives its val share from train, and one with any split of its own has
@@ -57,9 +56,9 @@ def assign(given: Texts, places: Places, groups: Texts, labels: Any, shares: Pla
     return [drawn.get(i) or split or "train" for i, split in enumerate(given)]
 
 
-def units_of(ids: Iterable[int], places: Places, groups: Texts, labels: Any = None) -> list[list[int]]:
+def units_of(ids: Iterable[int], places: Places, groups: Sequence[Any], labels: Any = None) -> list[list[int]]:
     """Return the samples that stay together, by place; with labels any first part has each class in its share."""
-    together: dict[int | str, list[int]] = {}
+    together: dict[Any, list[int]] = {}
     for i in ids:
         together.setdefault(groups[i] or i, []).append(i)
     units = sorted(together.values(), key=lambda unit: places[unit[0]])

@@ -72,9 +72,9 @@ def as_input(values: Tensor, card: Card, name: str) -> Tensor:
 
 
 def scale_of(card: Card, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (mean, std) of a column over the training split, each per channel (C, 1, 1), feature (F,), or of all."""
-    shape = (-1, 1, 1) if card.columns[name].layout else (-1,)
-    mean, std = (constant(tuple(card.options[moment][name]), device).view(shape) for moment in ("mean", "std"))
+    """Return (mean, std) of a column over the training split: per channel (C, 1, 1), feature (F,), (F, 1), or all."""
+    shape = (-1, 1, 1) if card.columns[name].layout else np.shape(card.options["mean"][name])
+    mean, std = (constant(tuple(np.ravel(card.options[m][name]).tolist()), device).view(shape) for m in ("mean", "std"))
     return mean, std
 
 

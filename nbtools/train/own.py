@@ -106,6 +106,7 @@ class classify(Task):
         if ragged or (came != self.kind and (self.kind, came) != ("classes", "labels")):
             rule = f"{self.made} needs a pack of nb.pack whose targets are {self.kind}, but these are {came}"
             fix = "floats become classes with astype(int), one-hot rows with argmax(1); classes=False keeps numbers"
+            fix = "several labels are lists of names, with classes=[…]" if ragged and self.kind == "classes" else fix
             fix = "name one: nb.pack(…, target=…)" if came == "none" else fix
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network

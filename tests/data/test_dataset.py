@@ -26,9 +26,9 @@ pack: Any = partial(nb.pack, progress=False)
 
 def same(pack: nb.Pack) -> bool:
     """Whether the Dataset gives the arrays of the pack."""
-    for i in range(len(pack)):
+    for i in range(-2, len(pack)):
         raw, packed = pack.raw[i], pack.sample(i)
-        assert raw.pop("id") == i
+        assert raw.pop("id") == i % len(pack)
         assert list(raw) == list(packed)
         for name in packed:
             np.testing.assert_array_equal(raw[name], packed[name], strict=True)
@@ -82,6 +82,9 @@ def frame(**columns) -> pd.DataFrame:
 MEASURED = {  # x: (axes of one mean each, what 1 is kept as)
     "images (H, W, C)": (RNG.integers(0, 255, (40, 5, 4, 3), dtype=np.uint8), (0, 1, 2), 255),
     "images (C, H, W)": (RNG.normal(1e6, 1, (40, 3, 4, 5)).astype(np.float32), (0, 2, 3), 1),
+    "series (T, F)": (RNG.normal(1e6, 1, (40, 6, 2)).astype(np.float32), (0, 1), 1),
+    "series (F, T)": (RNG.normal(1e6, 1, (40, 2, 6)).astype(np.float32), (0, 2), 1),
+    "square": (RNG.normal(1e6, 1, (40, 3, 3)).astype(np.float32), None, 1),
     "vectors": (RNG.normal(1e6, 1, (40, 7)).astype(np.float32), (0,), 1),
     "sequences": ([RNG.normal(9, 1, (int(n), 3)).astype(np.float32) for n in RNG.integers(2, 9, 40)], (0,), 1),
 }
@@ -97,9 +100,9 @@ def test_means_and_deviations_are_those_of_the_training_split_or_without_a_copy_
     chosen = join([x[i] for i in (train if store else range(40))])
     for column, values in (("x", chosen.astype(float) / unit), ("y", np.array(train) / 2)):
         axis = axes if column == "x" else 0
-        std = np.atleast_1d(values.std(axis))
-        np.testing.assert_allclose(made.options["mean"][column], np.atleast_1d(values.mean(axis)), rtol=1e-9, atol=1e-9)
-        np.testing.assert_allclose(made.options["std"][column], np.where(std > 0, std, 1), rtol=1e-9)
+        std, (mean, made_std) = values.std(axis), (np.ravel(made.options[each][column]) for each in ("mean", "std"))
+        np.testing.assert_allclose(mean, values.mean(axis), rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(made_std, np.where(std > 0, std, 1), rtol=1e-9)
     assert made.card.bucket_by == ("x" if name == "sequences" else None)
     assert same(made)
 
@@ -129,6 +132,8 @@ PACKED = {  # its columns, and classes: (data, options of pack)
     "x uint8 (4, 5, 3), y int64 (): 1": (Items(lambda i: (image("L"), 1)), {"mean": [0.5] * 3, "std": [0.2] * 3}),
     "x float32 (1), y int64 (): no yes": (frame(y=[b"no", b"yes"] * 10), {}),  # as scipy reads an ARFF
     "x float32 (2), y int64 (): 0 1": (frame(user_id=np.arange(20) // 2), {}),
+    "x float32 (), y int64 (): 0 1": (Items(PETS.item, classes=SPECIES, target_transform=int), {}),
+    "x float32 (3), y bool (4, 5, 1)": (Items(lambda i: (vector(i), np.ones((4, 5, 1), np.uint8))), {}),
     "x float32 (2), y float32 (2)": (frame(p=1.5, q=np.arange(20)), {"target": ["p", "q"]}),
 }
 
@@ -169,6 +174,8 @@ def test_labels_in_a_csv_are_what_is_written_and_a_first_line_of_data_is_no_head
     made = pack(path)
     bad = 8 * ("  " in labels)
     assert (made.classes, len(made), len(made.bad)) == (WRITTEN[labels].split(), 24 - bad, bad)
+    path.write_text("".join(["n,label\n", *(f"{row.strip()},\n" for row in rows)]))
+    refused(nb.NbtoolsError, "got rows of more fields than the header has names; or pass", pack, path)
     path.write_text("".join(rows))
     with pytest.raises(nb.NbtoolsError, match=r"with a header line, got the first line 0, .*; or pass"):
         pack(path, target=rows[0][2:].strip())
@@ -188,6 +195,20 @@ def test_arrays_x_and_y_are_packed_as_their_pairs_are():
     assert pack(polars).card.digest == pack(frame()).card.digest
     with pytest.raises(nb.NbtoolsError, match=r"one argument, got 2 arguments; write nb.pack\(\(x, y\)\), or train="):
         pack(x, y)
+
+
+def test_the_columns_of_x_in_x_and_y_are_found_by_their_names():
+    x, y = pd.DataFrame(RNG.normal(size=(40, 3)).astype(np.float32), columns=[*"abc"]), [0, 1] * 20
+    other = x[["c", "a", "b"]]
+    made = pack(train=(x, y), val=(other, y), test=0)
+    assert (made.arrays["x"].reshape(2, 40, 3) == x.to_numpy()).all()
+    for given in (other.assign(d="u"), x.to_numpy(), other.iloc[0], other.iloc[0].to_dict()):
+        assert (sample_of(items_of(given, made.card)[0], made.card)["x"] == x.iloc[0]).all()
+    for given in ((other, y), (x.to_numpy(), y), other.assign(y=y)):
+        assert (pack(given, test=1.0, **options_like(made.card)).arrays["x"] == x.to_numpy()).all()
+    renamed, said = x.set_axis([*"adc"], axis=1), "the table has no column 'b'; its columns are a, d, c"
+    refused(nb.NbtoolsError, said, items_of, renamed, made.card)
+    refused(nb.NbtoolsError, said, pack, train=(x, y), val=(renamed, y))
 
 
 def test_columns_in_memory_are_packed_as_their_items_are():
@@ -279,6 +300,10 @@ def test_folds_keep_equal_samples_together():
     for fold in pack((x, [0, 0, 0, 1, 1, 1] * 60), folds=3, test=0):
         rows = [{fold.arrays["x"][i].tobytes() for i in fold.ids(split)} for split in ("train", "val")]
         assert (len(rows[0] & rows[1]) <= 4, fold.splits["val"]) == (True, 120), "at the ends of a fold, of each class"
+    photos = pack([(np.full((4, 5, 3), i // 5, np.uint8), i % 2) for i in range(200)])
+    for made in (photos, *photos.folds(3)):
+        assert len({(x.tobytes(), split) for x, split in zip(made.arrays["x"], made.split, strict=True)}) == 40
+        assert min(made.splits.values()) >= 20, "copies of an image stay together"
 
 
 def test_a_list_beside_a_zip_may_name_its_folder_and_several_files_are_predicted_one_by_one(tmp_path):
@@ -289,6 +314,11 @@ def test_a_list_beside_a_zip_may_name_its_folder_and_several_files_are_predicted
     table = pd.DataFrame({"file": files, "y": [0, 1] * 10})
     made = pack(table, image="file", root=tmp_path / "raw/images", target="y")
     assert (len(made), len(made.bad)) == (20, 0)
+    lacking = pack(table.replace(files[0], "images/none.avif"), image="file", root=tmp_path / "raw/images", target="y")
+    assert (len(lacking), len(lacking.bad)) == (19, 1)
+    paths = [tmp_path / "raw" / file for file in files]
+    kinds = [(at.read_bytes(), {"bytes": at.read_bytes()}, Image.open(at))[i % 3] for i, at in enumerate(paths)]
+    assert (pack(table.assign(file=kinds), image="file", target="y").arrays["image"] == made.arrays["image"]).all()
     assert len(items_of((*(str(tmp_path / "raw" / file) for file in files),), made.card)) == 20
 
 
@@ -349,7 +379,10 @@ REFUSED = {  # and those of the table in docs/your-own.md, in test_your_own; the
     "no image; delete it, or copy it": ([(b"GIF", 0)] * 20, {}),
     "one argument, got target=Series; write": (frame()[["a"]], {"target": frame()["y"]}),
     "the same classes, got .*'dog'.*'bee'": (ConcatDataset([PETS, Items(PETS.item, classes=["ant", "bee"])]), {}),
-    "sep splits texts of a table, got list; return a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
+    "sep= is for tables, got list; return images, and a list": ([(vector(0), "a b")] * 20, {"sep": " "}),
+    "root= is for tables, got Items; return images": (Items(vector), {"root": "."}),
+    "no column 'who'; its columns are a, y": (frame(), {"groups": "who"}),
+    "must not be lists of numbers; return names": ([(0.5, [0, 2][i % 2 :]) for i in range(20)], {"classes": "abc"}),
     "text must be a module-level function": ([{"t": "a", "y": 0}] * 20, {"text": lambda text: [1]}),
     "must have 3 numbers, one per channel of x": ([(image(), 0)] * 20, {"mean": [0.5], "std": [0.5]}),
     "std > 0, of bytes in 0…1, got .* 0.0,": ([(image(), 0)] * 20, {"mean": [0.5] * 3, "std": [0.5, 0, 0.5]}),
@@ -396,7 +429,9 @@ FOLDERS = {  # name: (folders with 6 pictures each, classes, splits that are giv
     "seg_train": (["seg_train/seg_train/a", "seg_train/seg_train/b", "seg_test/seg_test/b"], ["a", "b"], {"test": 6}),
     "an unlabelled test folder": (["train/cat", "train/dog", "test"], ["cat", "dog"], {}),
     "classes that sound like splits": (["bus", "car", "train"], ["bus", "car", "train"], {}),
+    "classes with words of splits": (["bus", "test_tube", "bullet train"], ["bullet train", "bus", "test_tube"], {}),
     "classes with folders inside": (["cat/2020", "cat/2021", "dog/2020"], ["cat", "dog"], {}),
+    "folders of images inside": (["cat/images", "dog/images"], ["cat", "dog"], {}),
     "accents of a Mac": (["Train/café", "Train/thé", "Valid/cafe\u0301"], ["café", "thé"], {"val": 6}),
     "splits below classes": (["cat/train", "cat/test", "dog/train", "dog/test"], ["cat", "dog"], {"test": 12}),
     "litter": (["cat", "dog", "__MACOSX/cat", "dog/@eaDir/1", "dog/.thumbs", ".ipynb"], ["cat", "dog"], {}),
@@ -408,7 +443,7 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, folders, 
     for folder in folders:
         pictures(tmp_path / "data", folder, form="NFD" if "e\u0301" in folder else "NFC")
     put(tmp_path / "data" / "notes" / "readme.txt")
-    made = nb.pack(tmp_path / "data")
+    made = nb.pack(tmp_path / "data", classes=classes if "train" in classes else None)
     assert made.classes == classes
     assert {split: made.splits[split] for split in given} == given
     ignored = ("/.", ".ipynb", "__MACOSX", "@eaDir")
@@ -421,6 +456,9 @@ def test_what_a_folder_is_follows_from_what_it_holds(tmp_path, capsys, folders, 
 
 NO_CLASSES = {  # what is said → folders with 6 pictures each, the one that is packed
     "'images' is not a class .folders: images, masks.; ": ("images masks", ""),
+    "'a' is not a class .folders: a, b.; move it, or pass masks": ("a/images a/masks b/images", ""),
+    "'mri' is not a class .folders: mri, no, yes.; move it": ("mri/no mri/yes no yes", ""),
+    "'test' is not a class .folders: a, b, test.; move it, or name all classes=": ("a b test", ""),
     "got only train, val; name the": ("train val", ""),
     "got only cat; name the": ("cat", ""),
     r"got no folder with images, but 0\.png.*; name the": ("cat", "cat"),
@@ -432,6 +470,7 @@ def test_folders_of_masks_of_splits_alone_or_of_one_class_are_refused_but_for_on
     folders, inner = NO_CLASSES[said]
     pictures(tmp_path / "data" / "set", *folders.split())
     refused(nb.NbtoolsError, said, pack, tmp_path / "data" / "set" / inner)
+    refused(nb.NbtoolsError, "target= is for tables, got .*'labels.csv', target=", pack, tmp_path / "data", target="y")
     apart = pack(train=pictures(tmp_path / "more", "cat", "dog"), test=pictures(tmp_path / "test", "dog"), val=2)
     assert (apart.splits, apart.names[-1]) == ({"train": 10, "val": 2, "test": 6}, "test/dog/5.png")
 
@@ -526,7 +565,7 @@ LABELS = {
     "a separator": ({"tags": ["sea  sky", "sea", "", "sky"] * 5}, {"target": "tags", "sep": " "}),
     "lists": ({"tags": TAGS}, {"target": "tags"}),
     "lists of a parquet file": ({"tags": [np.array(each, object) for each in TAGS]}, {"target": "tags"}),
-    "columns": ({"sea": [1, 1, 0, 0] * 5, "sky": [True, False, False, True] * 5}, {"target": SEA, "classes": SEA}),
+    "columns": ({"sky": [1, 0, 0, 1] * 5, "sea": np.arange(20) % 4 < 2}, {"target": SEA[::-1], "classes": SEA}),
     "items": ([(0.5, ["sky", "sea"]), (1.5, ["sea"]), (2.5, []), (3.5, {"sky"})] * 5, {}),
     "arrays": ([(0.5, np.array(y)) for y in [[1, 1], [1, 0], [0, 0], [0, 1]] * 5], {"classes": SEA}),
 }
@@ -538,6 +577,7 @@ def test_several_labels_of_a_sample_become_a_1_for_each(data, options):
     assert (made.options["kind"], made.classes, str(made.columns["y"])) == ("labels", SEA, "uint8 (2)")
     assert made.arrays["y"].tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]] * 5
     assert same(made)
+    assert pack([(0.5, [f"{i % 12}"]) for i in range(24)]).classes == [*map(str, range(12))]
 
 
 def test_splits_given_share_their_classes():
@@ -586,3 +626,5 @@ def test_without_a_copy_the_pack_has_labels_and_splits_and_the_dataset_the_rest(
     assert (pack(random, store=False).raw[0]["x"] != pack(random, store=False).raw[0]["x"]).all(), "read anew"
     changed = Items(lambda i: (vector(i) + 1, i % 2), classes=["cat", "dog"])
     assert pack(changed, store=False).card.digest != other.card.digest, "no run goes on with it"
+    said = "the Dataset augments val and test too: pass val=… one without random transforms"
+    assert (pack(random, store=False).remarks, pack(train=random, val=changed, store=False).remarks) == ([said], [])

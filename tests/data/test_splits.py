@@ -135,6 +135,7 @@ SOURCES: dict[str, tuple[int, dict[str, Any]]] = {  # what is said → samples a
     "all samples are of one class (a): there is nothing to tell apart": (20, {"classes": "a"}),
     "6 of 8 samples of the train split cannot be used, see pack.bad": (9, {"check": at_least_6, "split": LAST_TESTS}),
     "2 of 22 samples cannot be used, see pack.bad": (20, {"bad": [("a.png", "0 bytes", "whole", "copy it")] * 2}),
+    "1 group in several of the splits given (2)": (9, {"split": LAST_TESTS, "groups": [*"012"] * 3, "exact": True}),
     "": (40, {"classes": "ab", "exact": True}),
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import toy
 from acting import QUIET, refused
+from packs import raw_batch
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -90,6 +91,15 @@ def test_a_sequence_alone_and_in_a_padded_batch_gets_the_same_answer(tmp_path, p
     together = run.predict_pack(packs["sequences"], range(5))
     assert [a.name for a in alone] == [a.name for a in together]
     assert [a.probability for a in alone] == pytest.approx([a.probability for a in together], abs=1e-5)
+
+
+def test_features_of_series_are_normalised_apart_and_masks_of_0_and_1_stay_as_they_are(tmp_path):
+    x = np.random.default_rng(0).normal(5, 1, (40, 2, 9)) * [[1], [1e3]] + [[0], [1e4]]
+    masks = np.arange(40 * 16, dtype=np.uint8).reshape(40, 1, 4, 4) % 2
+    pack = nb.pack((x, masks), val=0, test=0, into=tmp_path / "pack", progress=False)
+    batch = nb.TrainState(nb.regress(own.line), pack, own.PLAN).task.batch(raw_batch(pack, range(40)), own.PLAN, None)
+    assert [*batch["x"].mean((0, 2)), *batch["x"].std((0, 2))] == pytest.approx([0, 0, 1, 1], abs=1e-2)
+    assert batch["y"].tolist() == masks.tolist()
 
 
 NOTICED: dict[str, tuple[nn.Module, str]] = {  # at a network's end, which the default loss does not expect
@@ -334,6 +344,7 @@ UNFIT: dict[str, dict[str, Any]] = {  # what is said → what nb.classify gets f
 BARE = toy.with_(PLAN=own.PLAN, model=toy.linear, metrics=lambda *_: __import__("rapids"))
 OTHERS: dict[str, tuple[Any, str]] = {  # what is said → a task, and its data
     r"these are values; floats become classes with astype\(int\)": (nb.classify(own.line), "rows"),
+    r"these are values; several labels are lists of names, with classes=": (nb.classify(own.line), "lists"),
     r"but these are none; name one: nb\.pack\(…, target=…\)": (nb.regress(own.line), "bare"),
     r"needs images, but the inputs are x float": (nb.regress(own.line, augment=["flip"]), "rows"),
     r"one value for each element .*, got \(\d+, 2\)": (nb.regress(lambda: nn.Linear(4, 2)), "rows"),
@@ -418,10 +429,10 @@ def test_rows_of_a_dataframe_are_predicted_by_the_names_of_their_columns(tmp_pat
     assert run.predict(chosen.iloc[0]) == pytest.approx(expected[:1])
     chosen.to_csv(tmp_path / "new.csv")
     assert run.predict(tmp_path / "new.csv") == pytest.approx(expected)
-    with pytest.raises(PackError, match=r"x must be an image to be read from a file, got .*; pass arrays or rows"):
-        run.predict([tmp_path / "new.csv"])
+    refused(PackError, "must be an image to be read from a file, .*; pass arrays", run.predict, [tmp_path / "new.csv"])
     again = run.pack(frame.assign(e=1)[["e", "d", "price", "c", "b", "a"]], test=1.0, progress=False)
     assert again.arrays["x"][:5].tolist() == frame[[*"abcd"]].to_numpy(np.float32)[:5].tolist()
+    assert nb.evaluate(run, nb.pack((again.arrays["x"], frame["price"]), test=1.0, progress=False))["mae"] > 0
     refused(PackError, "the table has no column 'b'; its columns are a", run.predict, chosen[["a"]])
 
 
