@@ -151,7 +151,7 @@ class Run:
         """Return the part of a pack that this run's network can read: the pack itself, if it can read all."""
         return self.task.part(pack, self.plan)
 
-    def pack(self, source: str | Path, **options: Any) -> Pack:
+    def pack(self, source: Any, **options: Any) -> Pack:
         """Pack a source with the classes, preprocessing, shares and seed of this run's; one that it has not seen as a
         test split: `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
         drawn = zip(("val", "test", "seed"), self.card.shares, strict=False)
@@ -184,7 +184,8 @@ class Run:
             raise TrainError("predict(…, all=True) needs a task whose answers are classes; leave out all=")
         import pandas as pd
 
-        rows = files.index if hasattr(files, "iloc") and len(files) == len(shares) else None
+        rows: Any = getattr(files, "index", None)  # a list's is a method
+        rows = rows if hasattr(files, "iloc") and len(rows) == len(shares) else None
         return pd.DataFrame(shares, rows if names is None else pd.Index(names, name="file"), self.card.classes, float)
 
     def predict_pack(self, pack: Pack, ids: Collection[int], batch_size: int = 64) -> list[Any]:
