@@ -421,7 +421,8 @@ def items_of(given: Any, card: Card, root: str | Path | None = None) -> Sequence
         roles = SimpleNamespace(**card.options["roles"], text=card.options["text"])
         return rows_of(read_table(given, [roles.image]), (), columns, roles, place if root is None else stage(root))
     first = card.columns[card.options["inputs"][0]]
-    ranks = 0, len(first.shape) + (first.kind == "ragged")
+    grey = first.layout == "hwc" and getattr(given, "dtype", None) == np.uint8
+    ranks = 0, len(first.shape) + (first.kind == "ragged"), 2 * grey
     files = isinstance(given, tuple) and first.layout and all(str(part).lower().endswith(IMAGES) for part in given)
     given = [*given] if files and card.options["kind"] != "values" else given  # no picture with its mask
     if isinstance(given, (str, bytes, Path, dict, tuple)) or is_image(given) or getattr(given, "ndim", -1) in ranks:

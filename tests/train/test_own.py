@@ -410,6 +410,8 @@ def test_items_of_a_dataset_are_predicted_like_the_packs_samples(tmp_path, packs
     for single in (chosen[0], arrays[0], torch.from_numpy(arrays[0]), Image.fromarray(arrays[0]), {"x": arrays[0]}):
         [answer] = run.predict(single)
         assert (answer.name, answer.probability) == (expected[0].name, pytest.approx(expected[0].probability, abs=1e-5))
+    grey = arrays[0][..., 0]
+    assert run.predict(grey) == run.predict([Image.fromarray(grey)])
     for wrong, said in (
         ([arrays[0][:9]], r"item 0 \(ndarray\): x must be uint8 \(12, 12, 3\), .*, got uint8 \(9, 12, 3\)"),
         ([{"age": 3}], "an item must have x, got age; add what is missing"),
