@@ -374,7 +374,7 @@ class Odd(nn.Sequential):  # which samples in every mode, has an infinite buffer
 
     def forward(self, x):
         self.late = torch.randn(len(x), 1)
-        return super().forward(x[..., None, None, None]) * self.late + self.mask.exp()
+        return super().forward(x[..., None, None, None]) * self.late + self.get_buffer("mask").exp()
 
 
 def test_looking_at_a_run_changes_neither_it_nor_the_callers_settings_and_its_average_has_every_buffer(packs, tmp_path):
@@ -389,8 +389,8 @@ def test_looking_at_a_run_changes_neither_it_nor_the_callers_settings_and_its_av
 
 
 def test_a_loss_that_never_is_a_number_or_has_parameters_that_nothing_would_train_is_refused(packs, tmp_path):
-    (mine := own.Mine()).centres = nn.Linear(3, 1)
-    mine.loss = lambda model, batch, plan: mine.centres(model(batch)).mean()
+    mine, centres = own.Mine(), nn.Linear(3, 1)
+    vars(mine).update(centres=centres, loss=lambda model, batch, plan: centres(model(batch)).mean())
     nan = nb.classify(own.Small, loss=lambda outputs, y: outputs.mean() * np.nan)
     for task, said in ((mine, "the loss reads parameters that"), (nan, "the loss is not finite in the first 4 steps")):
         refused(TrainError, said, fitted, task, packs["images"], tmp_path / said[-5:])
