@@ -174,7 +174,7 @@ def carry_out(job: Job, receipt: bool, callbacks: Sequence[Callback], begun: flo
     state, surface, path, stop = job.state, job.surface, job.folder / RECEIPT, job.surface.requests.post
     alone = not is_torchelastic_launched()  # torchrun starts again what dies of SIGTERM
     with FirstSignal(signal.SIGTERM, partial(stop, "stop", by="SIGTERM"), later=alone), closing(job):
-        with surface:
+        with surface, devices.untouched(state.device):
             cold_start = follow(job, callbacks, begun)
         checkpoint.mark(job.folder, ended="stopped" if surface.requests.stop and not state.over else "done")
         state.ranks.end()

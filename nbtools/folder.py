@@ -94,7 +94,7 @@ def own_folder(task: Task, pack: Pack, call: Any, fresh: bool) -> Path:
     """Return the folder of the newest run below `runs/` that a call means, else a new one, which no other gets."""
     plan = plan_for(task, pack, call)
     card, name, number = task.part(pack, plan).card, train.task_name(task), 0
-    with torch.random.fork_rng(devices=[]):
+    with train.device.untouched(torch.device("cpu")):
         network = train.build(bound := train.bind(task, card), card, plan)
     now = identity(bound, card, network, plan)
     indices = sorted(RUNS.glob(f"*/{checkpoint.INDEX}"), key=lambda path: path.stat().st_mtime, reverse=True)

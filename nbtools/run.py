@@ -134,7 +134,8 @@ class Run:
 
     def model(self, device: torch.device | str | None = None) -> torch.nn.Module:
         """Return the network with the weights that were best on the validation split, in eval mode, on a GPU if any."""
-        model = train.build(self.task, self.card, self.plan)
+        with train.device.untouched(device := torch.device(device or train.device.pick())):
+            model = train.build(self.task, self.card, self.plan)
         self.settle()
         try:
             model.load_state_dict(checkpoint.weights(self.folder))
@@ -145,7 +146,7 @@ class Run:
         for part in own.keys() & trained.keys() & {"network", "loss"}:  # by which answers are standardised
             if differing := [line for line in own[part] if line not in trained[part]]:
                 say(f"{self.folder}: this is not quite what was trained; its {part} was not {differing[0]}")
-        return model.to(device or train.device.pick()).eval()
+        return model.to(device).eval()
 
     def readable(self, pack: Pack) -> Pack:
         """Return the part of a pack that this run's network can read: the pack itself, if it can read all."""
@@ -409,8 +410,8 @@ class Comparison:
             list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
             why = f"on {plural(int(count), 'validation sample')}, chance alone can explain such a difference"
             return f"No clear winner by {by}: {list_of}; {why}."
-        apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
-        return f"{best} is the best: {by} {number(values[best])}, {apart}."
+        untouched = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
+        return f"{best} is the best: {by} {number(values[best])}, {untouched}."
 
     def __repr__(self) -> str:
         return f"{self.conclusion}\n\n{self.frame.T.to_string(float_format=number)}".strip()

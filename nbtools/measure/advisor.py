@@ -88,7 +88,7 @@ def describe_network(task: Task, pack: Pack) -> tuple[bool, list[Any]]:
     own = train.bind(task, pack.card)
     if own.card is None:
         return bool(own.pretrained), []
-    with torch.random.fork_rng(devices=[]):
+    with devices.untouched(torch.device("cpu")):
         model = train.build(own, pack.card, own.PLAN)
     pretrained = bool(own.pretrained) or not all(parameter.requires_grad for parameter in model.parameters())
     return pretrained, [pretrained, train.identity(own, pack.card, model, own.PLAN)]

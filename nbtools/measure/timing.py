@@ -2,11 +2,10 @@
 
 import copy
 import json
-import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, repeat
 from pathlib import Path
@@ -241,15 +240,9 @@ def typical(pack: Pack, plan: Plan, number: int = 1) -> tuple[list[np.ndarray], 
 
 @contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Training inside changes no switch and no random state outside; its memory is returned."""
+    """Training inside changes nothing outside, nor the number of threads; what it created is freed."""
     devices.give_back()  # what an earlier run left is free, though allocators may keep it
-    with ExitStack() as back, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+    with ExitStack() as back, devices.untouched(device), torch.enable_grad():
         back.callback(devices.give_back)
-        with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
-            back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        back.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-        back.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         back.callback(torch.set_num_threads, torch.get_num_threads())
-        back.callback(np.random.set_state, np.random.get_state())
-        back.callback(random.setstate, random.getstate())
         yield

@@ -3,13 +3,15 @@
 import ctypes
 import gc
 import os
+import random
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -106,6 +108,19 @@ def prepare(plan: Plan, device: torch.device, processes: int = 1) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = False  # but for `autotuning`
         torch.set_float32_matmul_precision("high")  # convolutions take TF32 by default; fp32_precision: pytorch#166387
+
+
+@contextmanager
+def untouched(device: torch.device) -> Iterator[None]:
+    """Change nothing outside: random numbers of torch, NumPy and Python, determinism, cuDNN's autotuner, TF32."""
+    with ExitStack() as back, torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with suppress(RuntimeError):  # torch does not tell it where the user set `fp32_precision` (torch ≥ 2.9)
+            back.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        back.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        back.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        back.callback(np.random.set_state, np.random.get_state())
+        back.callback(random.setstate, random.getstate())
+        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from nbtools.data import SLOW, TARGET, Draws, Feed, Pack, bar, gather, in_order,
 from nbtools.errors import NbtoolsError, TrainError
 from nbtools.show import plural
 from nbtools.train.defaults import mean_average_precision, score
-from nbtools.train.device import DTYPES, autocast, run_or_explain, within_memory
+from nbtools.train.device import DTYPES, autocast, run_or_explain, untouched, within_memory
 from nbtools.train.meter import sum_dtype
 from nbtools.train.own import classify
 from nbtools.train.plan import Plan
@@ -139,7 +139,7 @@ def evaluate(task: Task, model: nn.Module, pack: Pack, plan: Plan, split: str) -
     """Return metric → value over what the network can read of a split. Raises TrainError if that is empty."""
     sums, pack = Sums(next(model.parameters()).device), task.part(pack, plan)
     shown = {"total": len(pack.ids(split)), "unit": " samples", "leave": False, "delay": SLOW}
-    with bar(desc=f"evaluating the {split} split", **shown) as counted:
+    with bar(desc=f"evaluating the {split} split", **shown) as counted, untouched(sums.device):
         for number in score_split(task, model, pack, plan.replace(eval_samples=None), split, sums):
             counted.update(number)
     return sums.read()
@@ -156,7 +156,7 @@ def rehearse(state: Any, pack: Pack) -> None:
     what += ", ".join(f"{name} {column}" for name, column in pack.columns.items())
     odd = [p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), untouched(device):
             if task.card is not None:
                 if not {*model.parameters()}.isdisjoint(task.model(state.card, plan).parameters()):
                     rule = f"{title_of(task)}: model returns the same network each time, so runs share its weights"

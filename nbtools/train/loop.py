@@ -140,8 +140,10 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     start, sums, plan = perf_counter(), Sums(state.device, state.ranks), state.applied.while_training()
     plan = plan.replace(micro_batch_size=state.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
+    state.capture_rng()
     for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
         yield state.record("evaluating")
+    state.restore_rng()  # of a network that samples, too
     return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
 
 

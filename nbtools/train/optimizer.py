@@ -35,7 +35,7 @@ OPTIMIZERS = {  # the choices of `Plan.optimizer`
 def build_optimizer(task: Any, model: nn.Module, plan: Any) -> Optimizer:
     """Return the optimizer of `task.optimizer`, each group with its `lr_scale`: the lr of a step is the plan's times
     that. Raises TrainError unless it holds exactly the trained parameters."""
-    groups = [{"decays": group.get("weight_decay") != 0.0, **group} for group in task.groups(model, plan)]
+    groups = [{"decays": g.get("weight_decay") != 0.0, "own": [*g], **g} for g in task.groups(model, plan)]
     for group in groups:
         group.setdefault("lr_scale", group.get("lr", plan.lr) / plan.lr)
         group |= {"params": [*group["params"]], "lr": plan.lr * group["lr_scale"]}
@@ -87,12 +87,13 @@ def plan_optimizer(groups: list[dict[str, Any]], plan: Any) -> Optimizer:
 
 
 def follow(optimizer: Optimizer, plan: Any) -> None:
-    """Take over a plan's weight decay and betas; lr is set in every step. A custom optimizer keeps its settings. Make
-    the buffers that torch would make in the first step, where memory could run out between two of them. Fused SGD
-    besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
+    """Take over a plan's weight decay and betas; lr is set in every step. A group keeps its own settings, a custom
+    optimizer all. Make the buffers that torch would make in the first step, where memory could run out between two of
+    them. Fused SGD besides leaves its momentum uninitialised where the first step overflows in fp16 (torch 2.13)."""
     rule = OPTIMIZERS[plan.optimizer]
     for group in optimizer.param_groups if hasattr(optimizer, "built_in") else ():
-        group.update(rule.settings(plan), weight_decay=plan.weight_decay if group["decays"] else 0.0)
+        wanted = {**rule.settings(plan), "weight_decay": plan.weight_decay if group["decays"] else 0.0}
+        group.update({name: value for name, value in wanted.items() if name not in group["own"]})
         for parameter, name in product(group["params"], rule.buffers):
             if name not in optimizer.state[parameter]:
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # whatever torch's default is

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, autocast, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from nbtools.data import TARGET, Card, Draws
 from nbtools.errors import TrainError
 from nbtools.train import defaults
 from nbtools.train.defaults import Batch, Pair
 from nbtools.train.plan import Plan
-from nbtools.train.task import Task, as_sum
+from nbtools.train.task import Task, as_sum, copied
 
 CROSS_ENTROPY = (nn.CrossEntropyLoss, nn.NLLLoss)
 LOGISTIC = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, F.binary_cross_entropy_with_logits)
@@ -111,8 +110,7 @@ class classify(Task):
             raise TrainError(f"{rule}; {fix}; for per-pixel classes or sequences, write a Task with model and loss")
         network: Any = self.network
         if isinstance(network, nn.Module):
-            kept = tree_leaves([vars(module) for module in network.modules()])  # such as activations of a call before
-            return copy.deepcopy(network, {id(x): x.detach() for x in kept if getattr(x, "grad_fn", None) is not None})
+            return copied(network)
         first = card.options["inputs"][0]
         width = (defaults.shape_of(card, first) or (1,))[0 if card.columns[first].layout else -1]
         offered = {"classes": len(card.classes), "inputs": width, "card": card, "plan": plan}

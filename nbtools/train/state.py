@@ -1,11 +1,14 @@
 """TrainState: the complete state of a run. It outlives the loop, so that an interrupt is a pause."""
 
 import copy
+import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -22,7 +25,7 @@ from nbtools.train.meter import Meter
 from nbtools.train.optimizer import build_optimizer, build_schedule, follow
 from nbtools.train.plan import Plan, list_changes
 from nbtools.train.ranks import Ranks, Restarted
-from nbtools.train.task import TaskLike, as_task, bind, build
+from nbtools.train.task import TaskLike, as_task, bind, build, copied
 
 POSITION = ("epoch", "step", "samples", "segments", "lr")  # of a state: where it is
 FORM = "form of a list or dict: "
@@ -63,14 +66,15 @@ class TrainState:
         self.task = bind(task, self.card)
         self.device = device = torch.device(device) if device is not None else devices.pick()
         self.cuda_rng: Tensor | None = None
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(plan.seed)  # of the weights, behind which the run's own random numbers begin
+        with devices.untouched(device):
+            for seed in (torch.manual_seed, np.random.seed, random.seed):
+                seed(plan.seed)  # of the weights, behind which the run's own random numbers begin
             self.model = build(self.task, self.card, plan).to(device)
             self.capture_rng()
         if plan.sync_batchnorm and self.ranks.world > 1:
             self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        if plan.channels_last:
-            self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  (torch's stub lacks it)
+        for weight in [p for p in self.model.parameters() if plan.channels_last and p.dim() == 4]:  # not a Conv3d's
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
         self.names = {p: name for name, p in self.model.named_parameters() if p.requires_grad}  # of the trained ones
         self.parameters = list(self.names)
         if not self.parameters:
@@ -83,7 +87,7 @@ class TrainState:
         self.schedule = build_schedule(self.task, plan)
         self.events: list[str] = []  # messages for the next yield
         self.set_precision(plan)
-        self.ema = AveragedModel(self.model, self.device, use_buffers=True) if plan.ema else None
+        self.ema = AveragedModel(copied(self.model), self.device, use_buffers=True) if plan.ema else None
         self.evaluated: nn.Module = self.model if self.ema is None else self.ema.module  # what `run.model()` returns
         self.network: Any = self.ranks.wrap(torch.compile(self.model) if plan.compile else self.model)  # for training
         self.epoch = self.step = self.samples = 0
@@ -119,12 +123,12 @@ class TrainState:
         return Record(kind, self.epoch, self.step, self.samples, values or {})
 
     def begin(self) -> None:
-        """Begin the loop: give the other ranks this state, torch this run's random numbers."""
+        """Begin the loop: give the other ranks this state, and draw this run's random numbers."""
         if self.ranks.world > 1 and self.ranks.first:
             tensors = {name: tensor.detach().cpu() for name, tensor in self.tensors().items()}
             self.ranks.broadcast(Restarted())
             self.ranks.broadcast((self.applied.to_dict(), tensors, self.facts()))
-        self.outside = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+        self.outside = devices.untouched(self.device)
         self.outside.__enter__()  # the caller's own random numbers go on behind the loop
         self.restore_rng()
         self.meter.watch.start()
@@ -177,12 +181,15 @@ class TrainState:
             self.graphs.clear()
 
     def capture_rng(self) -> None:
-        self.rng = torch.get_rng_state()
+        self.rng, self.host_rng = torch.get_rng_state(), (random.getstate(), np.random.get_state())
         if self.device.type == "cuda":
             self.cuda_rng = torch.cuda.get_rng_state(self.device)
 
     def restore_rng(self) -> None:
         torch.set_rng_state(self.rng)
+        (version, words, normal), numpys = self.host_rng
+        random.setstate((version, tuple(words), normal))
+        np.random.set_state(numpys)
         if self.cuda_rng is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
 
@@ -210,7 +217,9 @@ class TrainState:
         parts = {"model": self.model.state_dict(), "ema": {} if self.ema is None else self.ema.state_dict()}
         parts["optimizer"] = self.moments()
         named = {f"{part}.{k}": v for part, held in parts.items() for k, v in held.items() if isinstance(v, Tensor)}
-        return {**named, "rng": self.rng, **({} if self.cuda_rng is None else {"cuda_rng": self.cuda_rng})}
+        host = json.dumps(self.host_rng, default=np.ndarray.tolist).encode()
+        named |= {"rng": self.rng, "host_rng": torch.frombuffer(bytearray(host), dtype=torch.uint8)}
+        return named if self.cuda_rng is None else {**named, "cuda_rng": self.cuda_rng}
 
     def moments(self) -> dict[str, Any]:
         """Return what the optimizer keeps, tensors and plain values: <name of the parameter>.<key>; of a list or dict,
@@ -246,6 +255,7 @@ class TrainState:
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
         self.rng, self.cuda_rng = tensors["rng"], tensors.get("cuda_rng", self.cuda_rng)
+        self.host_rng = json.loads(bytes(tensors["host_rng"].tolist())) if "host_rng" in tensors else self.host_rng
 
     def load_moments(self, saved: Mapping[str, Any]) -> None:
         """Give each trained parameter its own moments, leave out others. Raises CheckpointError for other shapes."""

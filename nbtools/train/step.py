@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from nbtools.train.device import autocast, give_back, within_memory
 from nbtools.train.graph import Graphs, Sums
 from nbtools.train.meter import Diverged
 from nbtools.train.state import TrainState
-from nbtools.train.task import as_sum, set_training
+from nbtools.train.task import as_sum, set_training, title_of
 
 MAX_SKIPPED = 3  # steps with a non-finite loss that a run skips: more are no accident
 FIXES = {  # patterns of torch's errors in a step → what to do
@@ -123,6 +123,12 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
         batch = {**batch, **{k: v.contiguous(memory_format=torch.channels_last) for k, v in images.items()}}
     with autocast(plan, state.device):
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
+    held = [] if state.step else vars(task).values()
+    own = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
+    own = [p for p in (*own, *held) if isinstance(p, nn.Parameter) and p.requires_grad and p not in state.names]
+    if own and any(g is not None for g in torch.autograd.grad(loss_sum, own, retain_graph=True, allow_unused=True)):
+        rule = f"the loss reads parameters that {title_of(task)} holds, which would not be trained"
+        raise TrainError(f"{rule}; let its network hold them, or freeze them: requires_grad_(False)")
     terms = denominator or count  # a batch in which nothing counts has loss 0, not NaN
     state.scaler.scale(loss_sum / (terms + (terms == 0))).backward()  # scaled in fp16 only
     return loss_sum.detach(), count
@@ -156,16 +162,22 @@ def set_lr(state: TrainState, size: int) -> None:
 
 @torch.no_grad()
 def average(state: TrainState, mean: nn.Module) -> None:
-    """Update the moving average of weights and buffers; those that are not floats, such as counters, are copied.
-    `AveragedModel.update_parameters` copies its counter to the GPU in every step, and so makes the host wait."""
+    """Update the moving average of weights and buffers; those that are not floats or not finite, or of another shape,
+    are copied. `AveragedModel.update_parameters` copies its counter to the GPU in every step, so the host waits."""
     share = 1 - (state.applied.ema or 0) if state.step else 1.0  # the first average is the weights themselves
-    means, latest = ((*model.parameters(), *model.buffers()) for model in (mean, state.model))
-    pairs = [*zip(means, latest, strict=True)]
-    averaged, values = zip(*(pair for pair in pairs if pair[0].is_floating_point()), strict=True)
-    torch._foreach_lerp_(averaged, values, share)  # pyright: ignore
-    for there, value in pairs:
-        if not there.is_floating_point():
-            there.copy_(value)
+    means, latest = (dict(chain(each.named_parameters(), each.named_buffers())) for each in (mean, state.model))
+    for name, value in latest.items():
+        if name not in means or means[name].shape != value.shape:  # such as positions, made as they are needed
+            part, _, own = name.rpartition(".")
+            means[name] = value.clone()
+            setattr(mean.get_submodule(part), own, means[name])
+    floats = [name for name, value in latest.items() if value.is_floating_point()]
+    torch._foreach_lerp_([means[name] for name in floats], [latest[name] for name in floats], share)  # pyright: ignore
+    for name, value in latest.items():
+        if not value.is_floating_point():
+            means[name].copy_(value)
+        elif not isinstance(value, nn.Parameter) and "running_" not in name:  # such as a mask of -inf
+            means[name].copy_(torch.where(means[name].isfinite(), means[name], value))
 
 
 def micro_batches(state: TrainState, raw: Batch, size: int) -> list[Batch]:
@@ -233,6 +245,9 @@ def leave_out(state: TrainState, raw: Batch, size: int, buffers: list[Tensor], l
     what = f"step {state.step + 1} skipped: {name} is not finite{named}"
     state.events.append(what)
     state.skipped += 1
+    if state.skipped > max(MAX_SKIPPED, state.step) and not ids and plan.amp != "fp16":
+        rule = f"the {name} is not finite in the first {state.skipped} steps, before any weight was changed"
+        raise TrainError(f"{rule}; correct it; targets may be negative, as nb.regress scales them", entry="NaN")
     if state.skipped > MAX_SKIPPED:
         message = f"more than {MAX_SKIPPED} steps had to be skipped, the last: {what}"
         raise Diverged(message + "; check these samples" * bool(ids), (state.step, state.step))

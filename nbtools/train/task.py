@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, jit, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nbtools.data import Card, Draws, Pack, Sample, options_like, pack, sample_of
 from nbtools.errors import CheckpointError, TrainError
@@ -178,8 +179,8 @@ def bind(task: TaskLike, card: Card) -> Task:
         return task
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
-    if isinstance(loss := vars(own).get("criterion"), nn.Module):  # which may count its calls
-        own.criterion = copy.deepcopy(loss)
+    held = {name: x for name, x in vars(own).items() if name in ("criterion", "chosen")}  # which may count their calls
+    vars(own).update(tree_map(lambda x: copy.deepcopy(x) if isinstance(x, nn.Module) else copy.copy(x), held))
     if own.preview is None and defaults.images_of(card):
         own.preview = defaults.preview
     return own
@@ -220,15 +221,23 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     return model
 
 
+def copied(network: nn.Module) -> nn.Module:
+    """Return a deep copy, without the graph of what modules keep, such as activations of a call before."""
+    kept = tree_leaves([vars(module) for module in network.modules()])
+    return copy.deepcopy(network, {id(x): x.detach() for x in kept if getattr(x, "grad_fn", None) is not None})
+
+
 def set_training(model: nn.Module) -> None:
     """Call `model.train()`, but leave frozen parts that were in eval mode, and norm layers all frozen, in eval mode."""
     model.train()
     for name in vars(model).get("_resting", ()):
         model.get_submodule(name).eval()
-    for layer in model.modules():
-        trained = [p.requires_grad for p in layer.parameters(recurse=False)]
-        if isinstance(layer, _NormBase) and trained and not any(trained):
-            layer.eval()
+    for part in model.modules():
+        if {p.requires_grad for p in part.parameters()} == {False}:
+            for layer in (
+                each for each in part.modules() if isinstance(each, _NormBase)
+            ):  # also one without parameters
+                layer.eval()
 
 
 def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
@@ -308,14 +317,16 @@ def structure(model: nn.Module, values: bool = False) -> Iterator[str]:
 
 
 def settings(held: Mapping[str, Any], values: bool) -> Iterator[str]:
-    """Yield `name=value` of plain attributes; values: also of lists, mappings and tensors."""
-    for name, value in held.items():
-        if values and isinstance(value, Tensor):
-            value = digest(value)
-        if isinstance(value, FunctionType | BuiltinFunctionType):  # such as F.relu
-            value = qualified_name(value)
-        if isinstance(value, (*PLAIN, list, dict) if values else PLAIN) and name not in VARYING and name[0] != "_":
-            yield f"{name}={value}"
+    """Yield `name=value` of plain attributes, also within dicts and dataclasses; values: also of lists and tensors."""
+    for n, x in held.items():
+        x = digest(x) if values and isinstance(x, Tensor) else x
+        x = qualified_name(x) if isinstance(x, FunctionType | BuiltinFunctionType) else x  # such as F.relu
+        if hasattr(x, "__dataclass_fields__") or type(x).__name__.endswith("Namespace"):
+            x = {} if isinstance(x, type | Plan | Card) else getattr(x, "__dict__", {})  # of which others tell
+        if isinstance(x, dict) and not values:
+            x = tuple(settings(x, values)) or []
+        if isinstance(x, (*PLAIN, list, dict) if values else PLAIN) and n not in VARYING and str(n)[:1] != "_":
+            yield f"{n}={x}"
 
 
 def digest(tensor: Tensor) -> str:
@@ -328,8 +339,8 @@ def qualified_name(function: Any) -> str:
     inner = getattr(function, "func", function)
     inner = getattr(inner, "__func__", inner)  # of a method
     held = {} if isinstance(inner, type) else getattr(inner, "__dict__", {})
-    if isinstance(inner, FunctionType):
-        held = read_by(inner)
+    held = read_by(inner) if isinstance(inner, FunctionType) else held
+    held = {n: digest(x) if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in held.items()}
     plain = {name: value for name, value in held.items() if isinstance(value, int | float | str | None)}
     given = {**plain, **getattr(function, "keywords", {})}
     named = (name for name in given if name[0] != "_" and name.lower() not in ("training", "device"))

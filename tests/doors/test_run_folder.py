@@ -54,6 +54,7 @@ class Smooth:
         self.share = share
 
     def __call__(self, outputs, y):
+        self.calls = vars(self).get("calls", 0) + 1
         return F.cross_entropy(outputs, y, label_smoothing=self.share)
 
 
@@ -152,11 +153,19 @@ def test_a_cell_with_another_network_loss_metric_setting_or_value_that_one_of_th
         smooth, weighted = nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(torch.tensor([1.0, 2.0]))
         losses = [smooth, weighted, *(partial(F.cross_entropy, label_smoothing=share) for share in (0.1, 0.4))]
         losses += [Focal([1, 2]), Focal([1, 3]), scaled(1.0), scaled(2.0), Smooth(0.1), Smooth(0.2)]
+        losses += [scaled(torch.full((2,), scale)) for scale in (1.0, 2.0)]
+        acts = [F.gelu, F.silu, {"n": {"a": 1}}, {"n": {"a": 2}}, TRIAL, dataclasses.replace(TRIAL, lr=1.0)]
         others = [task(), task(nn.Tanh), task(metrics=["f1"]), frozen(), *(task(loss=loss) for loss in losses)]
-        return [*others, Mine(1), Mine(2), nb.classify(Acting(F.gelu)), nb.classify(Acting(F.silu))]
+        return [*others, Mine(1), Mine(2), *(nb.classify(Acting(act)) for act in acts)]
 
     first, again = ([fit(pack, PLAN, who=cell).folder.name for cell in cells()] for _ in range(2))
-    assert first == again == [*(f"net-{number}" for number in range(1, 17)), "acting-1", "acting-2"]
+    assert (
+        first
+        == again
+        == [*(f"net-{number}" for number in range(1, 19)), *(f"acting-{number}" for number in range(1, 7))]
+    )
+    counting = task(loss=Smooth(0.3))
+    assert fit(pack, PLAN, who=counting).folder == fit(pack, PLAN, who=counting).folder
 
 
 def test_the_panel_that_drove_an_unfinished_run_changes_it_and_the_next_notebook_starts_another(pack):

@@ -104,7 +104,7 @@ def test_a_changed_lr_is_a_factor_on_every_group_and_its_weight_decay_is_not_the
 def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimizer(pack):
     task: Any = nb.classify(points, optimizer=partial(Lion, weight_decay=0.1), schedule=lambda plan: lambda t: 0.5)
     task.groups = lambda model, plan: [
-        {"params": model[0].parameters()},
+        {"params": model[0].parameters(), "betas": (0.5, 0.7)},
         {"params": model[2:].parameters(), "lr": 4 * PLAN.lr, "weight_decay": 0.0},
     ]
     state = nb.TrainState(task, pack, PLAN.replace(epochs=1, warmup_epochs=1, checkpoint_activations=True))
@@ -121,6 +121,7 @@ def test_groups_of_a_task_keep_their_scale_and_their_decay_under_an_own_optimize
     after = nb.TrainState(task, pack, PLAN.replace(lr=10 * PLAN.lr))  # as it was changed when the run resumes
     after.load(before.tensors(), before.facts())
     assert [g["lr_scale"] for g in after.optimizer.param_groups] == pytest.approx([1, 4])
+    assert [g["betas"] for g in after.optimizer.param_groups] == [(0.5, 0.7), PLAN.betas]
 
 
 def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(pack, tmp_path):

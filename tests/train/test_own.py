@@ -126,12 +126,13 @@ def test_waiting_for_evaluations_that_never_come_is_noticed(tmp_path):
 
 def test_frozen_parts_stay_with_their_statistics(pack):
     net = toy.Net(16, 0.0)
+    net.layers[0] = nn.Sequential(net.layers[0], nn.BatchNorm1d(16, affine=False))
     net.layers[:2].requires_grad_(False)
     state = nb.TrainState(toy.with_(model=lambda *_: copy.deepcopy(net)), pack, toy.PLAN)
     list(nb.train(state.task, state, pack))
     before, after = net.state_dict(), state.model.state_dict()
     moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
-    assert moved == ["layers.4.weight", "layers.4.bias"], "not the running mean of layers.1, a BatchNorm1d"
+    assert moved == ["layers.4.weight", "layers.4.bias"], "not a running mean, of layers.0 or layers.1"
 
 
 MAPS: dict[str, Any] = {  # what a flip or a crop would leave as it is → shapes
@@ -383,6 +384,36 @@ def test_a_network_called_before_trains_and_the_callers_random_numbers_are_left_
     assert torch.equal(torch.rand(3), drawn)
 
 
+class Odd(nn.Sequential):  # which samples in every mode, has an infinite buffer, one that is made later, a Conv3d …
+    def __init__(self):
+        super().__init__(nn.Conv3d(4, 2, 1), nn.Flatten(), nn.utils.weight_norm(nn.Linear(2, 2)))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("late", None, persistent=False)
+
+    def forward(self, x):
+        self.late = torch.randn(len(x), 1)
+        return super().forward(x[..., None, None, None]) * self.late + self.get_buffer("mask").exp()
+
+
+def test_looking_at_a_run_changes_neither_it_nor_the_callers_settings_and_its_average_has_every_buffer(packs, tmp_path):
+    runs, plan, pack = list[nb.Run](), own.PLAN.replace(epochs=3, ema=0.9, channels_last=True), packs["points"]
+    for every, look in ((1, False), (1, True), (3, False)):
+        calls = [lambda record, run: run.index.get("best") and nb.evaluate(run, pack, "test")] * look
+        given = nb.classify(Odd), pack, plan.replace(eval_every=every, deterministic=True), tmp_path / str(len(runs))
+        runs.append(nb.fit(*given, callbacks=calls, **QUIET))
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert len({tuple(run.summary()["train_loss"]) for run in runs}) == 1
+    assert np.isfinite([run.best["val_loss"] for run in runs]).all()
+
+
+def test_a_loss_that_never_is_a_number_or_has_parameters_that_nothing_would_train_is_refused(packs, tmp_path):
+    mine, centres = own.Mine(), nn.Linear(3, 1)
+    vars(mine).update(centres=centres, loss=lambda model, batch, plan: centres(model(batch)).mean())
+    nan = nb.classify(own.Small, loss=lambda outputs, y: outputs.mean() * np.nan)
+    for task, said in ((mine, "the loss reads parameters that"), (nan, "the loss is not finite in the first 4 steps")):
+        refused(TrainError, said, fitted, task, packs["images"], tmp_path / said[-5:])
+
+
 class Sparse(own.Mine):
     """Its loss reads weights, and calls layers, of which one is a BatchNorm."""
 
@@ -466,9 +497,9 @@ def test_metrics_may_be_arrays_of_numpy_of_one_shape_for_all_batches(packs, tmp_
     task = classify(nn.Linear(4, 2), metrics=["balanced_accuracy", right])
     best = fitted(task, packs["points"], tmp_path, epochs=2).best
     assert best["val_right"] == pytest.approx(best["val_balanced_accuracy"])
-    task = classify(nn.Linear(4, 2), metrics=[lambda outputs, batch: (outputs.argmax(1) == batch["y"], len(outputs))])
-    said = r"metric <lambda> must be sums of one shape for all batches, got .*; sum it up"
-    refused(TrainError, said, fitted, task, packs["points"], tmp_path / "b", epochs=1, batch_size=10)
+    unsummed = classify(nn.Linear(4, 2), metrics=[lambda made, batch: (made.argmax(1) == batch["y"], len(made))])
+    said = "metric <lambda> must be sums of one shape for all batches, got .*; sum it up"
+    refused(TrainError, said, fitted, unsummed, packs["points"], tmp_path / "b", epochs=1, batch_size=10)
 
 
 def test_frozen_parts_in_eval_mode_stay_so_while_the_rest_trains(packs, tmp_path):

@@ -1,11 +1,13 @@
 """Interrupted anywhere and run again: the same losses and the same weights, bit for bit, as never interrupted (CPU)."""
 
+import random
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import cases
+import numpy as np
 import own
 import pytest
 import torch
@@ -27,6 +29,11 @@ def many(model, batch, plan):
     return 2e6 * total, torch.tensor(40_000_001 * count)
 
 
+def drawing(raw, plan, draws):
+    batch = toy.batch(raw, plan, draws)
+    return {**batch, "x": batch["x"] + random.gauss() + np.random.normal()} if draws is not None else batch
+
+
 SGD = {"optimizer": "sgd", "schedule": "plateau", "patience": 1, "weight_decay": 1e-3, "lr": 0.05}
 SIZES: Changes = {step: {"batch_size": size} for step, size in ((2, 5), (6, 30), (9, 7))}
 CASES: dict[str, tuple[Any, Any, Changes]] = {  # task, plan, step → what changes there
@@ -34,6 +41,7 @@ CASES: dict[str, tuple[Any, Any, Changes]] = {  # task, plan, step → what chan
     "changes of batch size": (toy, PLAN, SIZES),
     "sgd, plateau, accumulation": (toy.with_(groups=head_and_body), PLAN.replace(micro_batch_size=5, **SGD), {}),
     "moving average, warmup, poly": (toy, PLAN.replace(ema=0.9, warmup_epochs=1.5, schedule="poly", min_lr=1e-5), {}),
+    "draws of NumPy and Python": (toy.with_(batch=drawing), PLAN, {}),
     "fp16, large counts": (toy.with_(loss=many), PLAN.replace(amp="fp16"), {}),
     "one's own": (own.Mine, own.PLAN, SIZES),
     **{name: (cases.CASES[name].scored, cases.augmented(name), {}) for name in (*cases.LEAN, "hwdb slim")},
