@@ -410,8 +410,8 @@ class Comparison:
             list_of = ", ".join(f"{name} {number(values[name])}" for name in (best, *level))
             why = f"on {plural(int(count), 'validation sample')}, chance alone can explain such a difference"
             return f"No clear winner by {by}: {list_of}; {why}."
-        untouched = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
-        return f"{best} is the best: {by} {number(values[best])}, {untouched}."
+        apart = f"{number(abs(values[best] - values[others[0]]))} {'above' if sign > 0 else 'below'} {others[0]}"
+        return f"{best} is the best: {by} {number(values[best])}, {apart}."
 
     def __repr__(self) -> str:
         return f"{self.conclusion}\n\n{self.frame.T.to_string(float_format=number)}".strip()

@@ -234,10 +234,9 @@ def set_training(model: nn.Module) -> None:
         model.get_submodule(name).eval()
     for part in model.modules():
         if {p.requires_grad for p in part.parameters()} == {False}:
-            for layer in (
-                each for each in part.modules() if isinstance(each, _NormBase)
-            ):  # also one without parameters
-                layer.eval()
+            for layer in part.modules():
+                if isinstance(layer, _NormBase):  # also one without parameters
+                    layer.eval()
 
 
 def find_columns(model: nn.Module, card: Card) -> tuple[tuple[str, ...], bool]:
