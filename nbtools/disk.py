@@ -115,7 +115,6 @@ def require_space(path: Path, need: int) -> None:
 
 
 def mounts() -> dict[str, str]:
-    """Return mount point → kind, as far as Linux tells."""
     lines = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()] if MOUNTS.exists() else []
     return {point.replace(r"\040", " "): kind for point, kind in lines}  # the latest at each point
 

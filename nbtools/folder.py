@@ -304,7 +304,6 @@ class Job:
             self.surface.report_all(self.keeper.complaints)
 
     def close(self) -> None:
-        """Wait until everything is written and kept."""
         try:
             self.wait()
         finally:

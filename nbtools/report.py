@@ -107,7 +107,6 @@ def make_report(run: Run, pack: Pack, split: str) -> Report:
 
 
 def right_answer(run: Run, pack: Pack, i: int) -> Any:
-    """Return what `decode` should have answered for a sample."""
     if run.task.text_of is not None:
         return run.task.text_of(pack, i)
     value, kind = pack.sample(i).get(TARGET if TARGET in pack.columns else "label"), pack.options.get("kind")

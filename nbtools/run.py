@@ -229,7 +229,6 @@ class Run:
         return answers, shares
 
     def read(self, item: Any, name: str = "") -> Sample:
-        """Return the sample of a file, or of an item in its place. Raises PackError."""
         try:
             return self.task.read(item, self.card.options)
         except (OSError, PackError, AttributeError, LookupError, TypeError, ValueError) as error:  # text='s too
@@ -310,7 +309,6 @@ def as_plan(kind: type[Plan], values: Mapping[str, Any]) -> Plan:
 
 
 def what_next(run: Run) -> str:
-    """Return where the model is, and what to do with it."""
     done, so_far = ("done: ", "") if run.over else ("", " so far")
     if (name := run.index.get("best")) is None:
         return f"{done}the newest weights are in {run.folder}; no evaluation has chosen a best model{so_far}"
@@ -355,7 +353,6 @@ def open_runs(folder: str | Path) -> list[Run]:
 
 
 def outcomes(runs: Mapping[str, Run]) -> "pd.DataFrame":
-    """Return a row of results a run; None for what is unknown."""
     import pandas as pd
 
     rows = []

@@ -135,7 +135,6 @@ def exponent(number: str) -> str:
 
 
 def percent(share: float, decimals: int = 0) -> str:
-    """Return `94 %`."""
     return f"{100 * share:.{decimals}f} %"
 
 

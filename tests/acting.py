@@ -54,7 +54,6 @@ def beside(folder: Path, user: Callable[[], Any]) -> Iterator[None]:
 
 
 def interrupted(act: Callable[[], Any]) -> nb.Run:
-    """The run that Ctrl-C stopped, which raises KeyboardInterrupt outside of a notebook."""
     with pytest.raises(KeyboardInterrupt) as caught:
         act()
     return caught.value.args[0]
@@ -74,11 +73,9 @@ def texts(run: nb.Run, kind: str = "event") -> list[str]:
 
 
 def same(one: nb.Run, other: nb.Run) -> bool:
-    """Whether two runs logged the same losses, and their last checkpoints are equal bit for bit."""
     ours, theirs = (checkpoint.newest(run.folder).tensors for run in (one, other))
     return losses(one) == losses(other) and set(ours) == set(theirs) and all((ours[n] == theirs[n]).all() for n in ours)
 
 
 def last_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint; 0 before the first."""
     return checkpoint.place(checkpoint.read_index(folder).get("last", "0-0"))[1]

@@ -45,7 +45,6 @@ def archived(files: dict[str, bytes], form: str) -> bytes:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Relative path → content of the files below a folder."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -71,30 +71,25 @@ class Notebook:
         return self.page.locator(self.CELL).nth(cell).locator(self.OUTPUT)
 
     def button(self, label: str, cell: int | None = None) -> Locator:
-        """The output's button on which exactly this stands, next to its icon."""
         output = self.output(self.at if cell is None else cell)
         return output.locator("button:visible").filter(has_text=re.compile(rf"^\s*{label}\s*$"))
 
     def row(self, setting: str) -> Locator:
-        """What is next to a setting's name in the strip; for others their row of the form."""
         output, name = self.output(self.at), re.compile(rf"^{setting}( \(.*\))?$")
         knob = output.locator(".nbtools-knob:visible").filter(has=self.page.locator("b").filter(has_text=name))
         named = self.page.locator(".widget-html-content").filter(has_text=name)
         return knob.or_(output.locator(".nbtools-row:visible").filter(has=named)).first
 
     def line(self) -> str:
-        """What is pending, or the newest message."""
         return self.output(self.at).locator(".nbtools-line:visible").inner_text()
 
     def notice(self) -> str:
-        """What is asked or refused, was changed, or is proposed."""
         return self.output(self.at).locator(".nbtools-lines:visible").inner_text()
 
     def frames(self) -> int:
         return self.output(self.at).locator("svg[role=img]").count()
 
     def place(self, label: str) -> float:
-        """Pixels from a button to the curves below it."""
         return self.button(label).evaluate(
             """button => {
                 const curves = button.closest('.nbtools-live').querySelector('.nbt-grid');
@@ -180,14 +175,11 @@ def parsed(path: Path) -> dict[str, Any] | None:
 
 
 def text(notebook: dict[str, Any], cell: int) -> str:
-    """What a cell printed, and the log of a run."""
     outputs = notebook["cells"][cell]["outputs"]
     return "\n".join("".join(o.get("text", "") or o.get("data", {}).get("text/plain", "")) for o in outputs)
 
 
 class Log:
-    """The batches of the run so far, read as they come."""
-
     def __init__(self, path: Path):
         self.path, self.place, self.rows = path, 0, list[dict[str, Any]]()
 
@@ -249,7 +241,6 @@ class Person:
         until(lambda: self.log.first(lambda row: row["training"], done), "steps after an evaluation")
 
     def saved(self) -> None:
-        """Save now: the checkpoint of the step that the run names."""
         before = self.notebook.line()
         clicked = self.notebook.click("Save now")
         said = until(lambda: (line := self.notebook.line()) != before and "saved at step" in line and line, "an answer")

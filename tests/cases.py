@@ -40,7 +40,6 @@ class Case:
 
     @property
     def plan(self) -> Any:
-        """Two short epochs in float32, at an lr with which fresh weights do not diverge."""
         course = {"epochs": 2, "eval_every": 2, "schedule": "constant", "min_lr": 0.0, "warmup_epochs": 0.0}
         plain = {"amp": "off", "ema": None, "micro_batch_size": None, "channels_last": False, "compile": False}
         lr = self.task.PLAN.lr / 10
@@ -123,7 +122,6 @@ AUGMENT: dict[str, dict[str, Any]] = {
 
 
 def augmented(name: str) -> Any:
-    """The plan of a case, with all that its task draws random numbers for."""
     return CASES[name].plan.replace(**AUGMENT[name.split()[0]])
 
 
@@ -149,7 +147,6 @@ def one_pass(case: Case, pack: nb.Pack, device: torch.device, rounded: Any = Non
 
 
 def apart(a: Pass, b: Pass) -> tuple[float, float]:
-    """(relative difference of the losses, 1 - cosine of the gradients)"""
     (loss, x), (other, y) = a, (b[0], b[1].to(a[1].device))
     return abs(loss - other) / abs(other), float(1 - x @ y / (x.norm() * y.norm()).clamp(min=1e-30))
 
@@ -175,7 +172,6 @@ def run(task: Any, pack: nb.Pack, state: TrainState, evaluating: bool = False) -
 
 
 def first_losses(case: Case, pack: nb.Pack, device: torch.device, steps: int, **changes: Any) -> tuple[Losses, Any]:
-    """(the losses of so many steps without dropout, what trained)"""
     with untouched(device):
         stepper = Stepper(case.task, pack, case.plan.replace(**changes), device, learning=True)
         without_dropout(stepper.state.model)

@@ -44,7 +44,6 @@ def batch(raw, plan, draws):
 
 
 def notes(rank: int) -> list[dict[str, Any]]:
-    """What a rank noted of its steps, of which the last line may be in the writing."""
     path = Path(f"steps-{rank}.jsonl")
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

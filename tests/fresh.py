@@ -43,7 +43,6 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of its kernel. pip may reach no index: all that nbtools needs is there already, as on Colab."""
         inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "NBTOOLS_DRIVE", "COLAB_DRIVE")}
         return inherited | {
             "COLAB_DRIVE": str(self.drive),
@@ -59,14 +58,12 @@ class Machine:
         }
 
     def installed(self) -> dict[str, str]:
-        """Package → version; what the virtual environment has hides the same package of the stack."""
         places = (self.folder / "packages", *(self.folder / "venv").glob("lib/python*/site-packages"))
         found = (entry.stem.partition("-") for place in places for entry in place.glob("*.dist-info"))
         return {package: version for package, _, version in found}
 
 
 def machine(folder: Path, drive: Path, stack: str = "colab") -> Machine:
-    """A new machine in a new folder. Its packages are links to those of a stack: torch lies on the disk once."""
     packages = folder / "packages"
     packages.mkdir(parents=True)
     mine = Path(sysconfig.get_path("purelib"))
@@ -96,7 +93,6 @@ def name(entry: Path) -> str:
 
 
 def repository_zip(path: Path) -> Path:
-    """The working tree as GitHub's "Download ZIP" gives a branch: below one folder, nbtools-main/."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=build.ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,16 +56,12 @@ def packed(name: str, folder: Path, **more: Any) -> nb.Pack:
 
 
 class Small(nn.Sequential):
-    """x (B, C, H, W) → logits (B, K)."""
-
     def __init__(self, classes: int, inputs: int = 3):
         layers = nn.Conv2d(inputs, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.1)
         super().__init__(*layers, nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(256, classes))
 
 
 class Mean(nn.Linear):
-    """x (B, L, 3), x_length (B,) → logits (B, 2) of the mean step."""
-
     def forward(self, x: Tensor, x_length: Tensor) -> Tensor:
         return super().forward(x.sum(1) / x_length[:, None])
 

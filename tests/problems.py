@@ -66,7 +66,6 @@ def bags(seed: int = 0, count: int = 800) -> Iterator[tuple[np.ndarray, int]]:
 
 
 def pictures(classes: int, inputs: int) -> nn.Module:
-    """x (B, 3, 16, 16) → logits (B, K)."""
     return nn.Sequential(
         *(nn.Conv2d(inputs, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -79,8 +78,6 @@ def points(classes: int, inputs: int) -> nn.Module:
 
 
 class Series(nn.Sequential):
-    """x (B, L, 1) → logits (B, K) of the last step."""
-
     def __init__(self, classes: int, inputs: int):
         super().__init__(
             *(nn.Conv1d(inputs, 16, 5, padding=2), nn.ReLU(), nn.Conv1d(16, 32, 5, 2, 2), nn.ReLU()),

@@ -54,7 +54,6 @@ def test_each_benchmark_runs_and_ends_in_its_promised_line(name):
 
 
 def figures(name: str) -> dict[str, Any]:
-    """Figure → its values, of a kept receipt; the headline under its own name."""
     receipt = json.loads((RESULTS / f"{name}.json").read_text())
     return {figure["name"]: figure for figure in (receipt["headline"], *receipt["figures"])}
 

@@ -62,7 +62,6 @@ def forked(job: Callable[[], Any]) -> tuple[int, str]:
 
 
 def work(job: Callable[[], Any], answer: IO[bytes]) -> None:
-    """Do a job in a session of its own that ends with this one's."""
     try:
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -81,7 +80,6 @@ def work(job: Callable[[], Any], answer: IO[bytes]) -> None:
 
 
 def seeds(count: int) -> list[Any]:
-    """A tenth of the seeds as they are, the others marked `full`."""
     return [each if each < count // 10 else pytest.param(each, marks=FULL) for each in range(count)]
 
 
@@ -148,7 +146,6 @@ CASES += [(job, 3 * k, job == "train captcha" and not k) for job in [*JOBS][len(
 
 
 def come_of(made: Any) -> Any:
-    """What a job made; of a run its weights and losses to the last bit."""
     if isinstance(made, Path):
         return tree(made)
     if isinstance(made, nb.Pack):
@@ -222,7 +219,6 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 def names(folder: Path) -> set[str]:
-    """The files below a folder, without those of the cache."""
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
     return {name for name in found if not name.startswith("cache/")}
 

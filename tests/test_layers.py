@@ -20,7 +20,6 @@ def room_of(module: str) -> str:
 
 
 def listed(room: str) -> set[str]:
-    """What others may import from a room: the names that its `__init__` imports."""
     tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
     return {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
 

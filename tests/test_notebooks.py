@@ -91,7 +91,6 @@ def in_turn(top: Path) -> list[NotebookNode]:
 
 
 def words(cells: list[NotebookNode]) -> int:
-    """How many words the outputs show, without what is folded, drawings and progress bars."""
     count = 0
     for output in (output for cell in cells for output in cell.get("outputs", [])):
         data = output.get("data", {})
@@ -116,7 +115,6 @@ def test_captchas_and_a_task_of_ones_own_run_from_top_to_bottom_and_hand_on_what
 
 
 def with_data(name: str, **settings: object) -> dict[str, Any]:
-    """The names in a notebook after its cell that opens the pack, with other settings."""
     made = fresh.with_settings(execute.tiny(name), **settings)
     code, names = [cell for cell in made.cells if cell.cell_type == "code"], dict[str, Any]()
     for cell in itertools.dropwhile(lambda cell: "tags" not in cell.metadata, code):  # from the settings on

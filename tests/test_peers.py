@@ -17,7 +17,6 @@ PLAN = PLAN.replace(amp="off", channels_last=False)
 
 
 def without_dropout(card, plan, network=captcha.model):
-    """The network: some peers draw from torch's random numbers before they train."""
     net = network(card, plan)
     vars(net.dropout)["p"] = 0.0
     return net

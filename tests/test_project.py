@@ -36,7 +36,6 @@ def lines(name: str) -> list[str]:
 
 
 def required(*extras: str) -> list[Requirement]:
-    """What the package needs, and what these options of it do."""
     optional = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
     return [Requirement(line) for line in lines("requirements.txt") + optional if not line.startswith(UNPINNED)]
 
@@ -110,7 +109,6 @@ def figures() -> list[tuple[str, str, str, str]]:
 
 
 def near(written: str, value: float) -> bool:
-    """Whether a number is the value, rounded to the digits that are written."""
     text = written.replace(",", "").replace("−", "-")
     return abs(float(text) - value) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])
 

@@ -32,7 +32,6 @@ def same_numbers(desk):
 
 
 def picture(kind: int, size: tuple[int, int] = (40, 48)) -> Image.Image:
-    """Stripes down (0) or across (1) on noise."""
     pixels, stripes = RNG.integers(90, 150, (*size, 3)).astype(np.uint8), np.mgrid[: size[0], : size[1]][1 - kind]
     pixels[stripes // 4 % 2 == 0] //= 3
     return Image.fromarray(pixels)

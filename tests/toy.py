@@ -66,8 +66,6 @@ def with_(**changes) -> Any:
 
 
 class Net(nn.Module):
-    """Mean over time where there is time → logits (B, 4)."""
-
     def __init__(self, hidden: int, dropout: float):
         super().__init__()
         inner = nn.Linear(8, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(dropout)
@@ -82,14 +80,11 @@ def model(card, plan: Plan) -> nn.Module:
 
 
 class Linear(nn.Linear):
-    """Without BatchNorm, which sees micro batches."""
-
     def forward(self, batch):
         return super().forward(batch["x"])
 
 
 def linear(card, plan: Plan) -> nn.Module:
-    """In place of `model`."""
     return Linear(8, CLASSES)
 
 

@@ -256,7 +256,6 @@ def read_block(survey: Survey, sample: Sampler, block: range) -> tuple[dict[str,
 
 
 def write_block(survey: Survey, sample: Sampler, todo: tuple[Path, range]) -> None:
-    """Write the samples of a block of entries into one file."""
     path, block = todo
     facts, arrays = read_block(survey, sample, block)
     joined: Any = {f"{name}.array": array for name, array in arrays.items()}

@@ -266,7 +266,6 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
 
 
 def inside(names: Iterable[str], place: str) -> list[str]:
-    """Return the folders directly below a place."""
     rest = (name[len(place) :] for name in names if name.startswith(place))
     return sorted({name.partition("/")[0] for name in rest if "/" in name})
 

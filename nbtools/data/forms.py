@@ -161,7 +161,6 @@ def is_missing(value: Any) -> bool:
 
 
 def is_names(value: Any) -> bool:
-    """Return whether a value is several classes by name."""
     return isinstance(value, list | tuple | set) and all(isinstance(each, str) for each in value)
 
 

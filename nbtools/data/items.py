@@ -106,7 +106,6 @@ def name_columns(parts: Mapping[Any, Any], target: Any, inputs: Sequence[Any] | 
 
 
 def column_name(key: Any) -> str:
-    """Return the column of a key, which names a file."""
     return re.sub(r"[^\w-]+", "_", str(key))
 
 
@@ -268,7 +267,6 @@ class Items:
         return common
 
     def card_options(self) -> dict[str, Any]:
-        """Return what the card keeps, as JSON does."""
         options = {
             "inputs": [name for name in self.columns if name != TARGET],
             "kind": self.kind,
@@ -282,7 +280,6 @@ class Items:
         return json.loads(json.dumps(options, default=str))
 
     def key(self, draw: Any) -> str:
-        """Return the identity of the data and of what is made of them."""
         made = [FORMAT, VERSION, self.card_options(), vars(self.options) | {"text": None}, self.groups, draw]
         digest, seen = hashlib.blake2b(json.dumps(made, default=str).encode(), digest_size=8), set[int]()
         for split, part, _ in self.parts:

@@ -258,7 +258,6 @@ class Pack(show.Table):
         return target
 
     def is_kept(self, path: Path) -> bool:
-        """Return whether a tar holds this very pack, whole."""
         hashes = {name: entry["sha256"] for name, entry in self.manifest["files"].items()}
         hashes[MANIFEST] = disk.sha256(self.folder / MANIFEST)
         try:

@@ -72,7 +72,6 @@ def tick() -> None:
 
 @contextmanager
 def meanwhile(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` at every tick during the block."""
     attending.append(act)
     try:
         yield

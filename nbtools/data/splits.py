@@ -91,7 +91,6 @@ def lacking(classes: Iterable[str], seen: Collection[str], what: str, so: str = 
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of many names."""
     return ", ".join(names[:5]) + " …" * (len(names) > 5)
 
 

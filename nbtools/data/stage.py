@@ -37,7 +37,6 @@ RECEIPT = ".stage.json"  # no archive can give its folder this name
 
 
 def digest(text: str) -> str:
-    """Return a short hash of a text."""
     return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
@@ -109,7 +108,6 @@ class Job:
 
 
 def decide(text: str, into: str | Path | None, sha256: str | None) -> Job:
-    """Return what is to be done with a source. Raises StageError, OSError."""
     if re.match("https?://", text):
         path, why, link = None, "fetched from the network", fetch.drive_address(text)
         name, origin = ("drive", link) if link else (PurePosixPath(urlsplit(text).path).name, text)

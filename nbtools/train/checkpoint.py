@@ -60,7 +60,6 @@ def snapshot(state: TrainState, rows: int, best: bool = False) -> Checkpoint:
 
 
 def publish(folder: Path, taken: Checkpoint) -> None:
-    """Write a snapshot, and make it the last checkpoint."""
     path, data = folder / f"{taken.name}.safetensors", safetensors.save(taken.tensors)
     digest = hashlib.sha256(data).hexdigest()
     with disk.explained(f"saving checkpoint {taken.name}", folder):

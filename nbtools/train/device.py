@@ -59,7 +59,6 @@ def pick() -> torch.device:
 
 
 def require(plan: Plan, device: torch.device, processes: int = 1) -> None:
-    """Raise TrainError for a setting that the device cannot follow."""
     kind, here = device.type, f"but this device is {device.type}"
     outside = not torch.is_grad_enabled() or any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps")))
     for wrong, rule in (

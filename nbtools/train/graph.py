@@ -136,7 +136,6 @@ class Recorder:
         self.stream, self.pool = stream(device), torch.cuda.graph_pool_handle()
 
     def run(self, act: Callable[[], T]) -> T:
-        """Return what act returns, for the current stream."""
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
         try:

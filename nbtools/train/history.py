@@ -87,7 +87,6 @@ class History:
         return text.getvalue().encode()
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Return the rows of a kind."""
         return [row for row in self.rows if row["kind"] == kind]
 
     def frame(self, kind: str | None = None) -> "pd.DataFrame":

@@ -191,7 +191,6 @@ def is_of(loss: Any, kinds: tuple[Any, ...]) -> bool:
 
 
 def terms(loss: Any, outputs: Tensor, y: Tensor) -> Pair:
-    """Return (sum, count) of a loss that was given."""
     plain: Any = loss.to(y.device) if isinstance(loss, nn.Module) else loss
     with autocast(y.device.type, enabled=False):  # in which CUDA refuses nn.BCELoss
         made = plain(outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs, y)

@@ -288,7 +288,6 @@ def below(values: Mapping[str, T], prefix: str) -> dict[str, T]:
 
 
 def require_change(state: TrainState, new: Plan) -> None:
-    """Raise TrainError for a plan that this run cannot adopt at this point."""
     if new is state.applied:
         return
     new.refuse_fixed(state.applied)
@@ -303,7 +302,6 @@ def require_change(state: TrainState, new: Plan) -> None:
 
 
 def adopt(state: TrainState, new: Plan) -> None:
-    """Make model and optimizer follow a plan."""
     differing = new.changes_from(state.applied)
     if differing.keys() & {"micro_batch_size", "batch_size"}:
         state.micro = new.micro_batch_size

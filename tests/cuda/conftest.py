@@ -48,7 +48,6 @@ def small_here(request, device):
 
 @pytest.fixture(autouse=True)
 def trains_there(monkeypatch):
-    """Runs of the test train on the device, and leave nothing there."""
     monkeypatch.setenv("NBTOOLS_DEVICE", "cpu" if DRY else "cuda")
     if DRY:
         monkeypatch.setattr(devices, "FP16_DEVICES", ("cuda", "mps", "cpu"))

@@ -25,7 +25,6 @@ pack: Any = partial(nb.pack, progress=False)
 
 
 def same(pack: nb.Pack) -> bool:
-    """Whether the Dataset gives the arrays of the pack."""
     for i in range(-2, len(pack)):
         raw, packed = pack.raw[i], pack.sample(i)
         assert raw.pop("id") == i % len(pack)

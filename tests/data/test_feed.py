@@ -39,7 +39,6 @@ def pack(request, tmp_path_factory):
 
 
 def widths(count: int, seed: int = 0) -> np.ndarray:
-    """Widths of text lines: most are long, last lines of a paragraph are any length."""
     rng = np.random.default_rng(seed)
     return np.where(rng.random(count) < 0.8, rng.normal(1200, 150, count), rng.uniform(80, 1200, count)).astype(int)
 

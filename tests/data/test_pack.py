@@ -37,7 +37,6 @@ def place(place, monkeypatch) -> Path:
 
 
 def vectors(folder: Path, count: int = 40) -> Path:
-    """Files of (3,) float32 that hold their own number."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
         np.save(folder / f"{i}.npy", np.full(3, i, np.float32))
@@ -52,7 +51,6 @@ def read(path: Path, options) -> dict[str, np.ndarray]:
 
 
 def failing(name: str, error: BaseException, path: Path, options) -> dict[str, np.ndarray]:
-    """`read`, but for a file of this name."""
     if path.name == name:
         raise error
     return read(path, options)
@@ -229,7 +227,6 @@ def test_what_was_decoded_before_an_interrupt_is_not_read_again_unless_it_is_of_
 
 @pytest.fixture
 def long(monkeypatch):
-    """After the first block, the rest is worth worker processes."""
     for name, value in {"LOOK": 0.0, "SHORT": 0.0, "cores": lambda: 2}.items():
         monkeypatch.setattr(progress, name, value)
 

@@ -16,7 +16,6 @@ from nbtools.errors import PackError
 
 
 def drawn(place, count=50, *, order=None, classes="", **more) -> Pack:
-    """Samples x = (i, i); sample i is of class `classes[i % len(classes)]`."""
     numbers = order or range(count)
     labels = [{"y": classes[i % len(classes)]} if classes else {} for i in numbers]
     samples = [{"x": np.full(2, i, np.float32), **label} for i, label in zip(numbers, labels, strict=True)]

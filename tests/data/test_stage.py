@@ -44,7 +44,6 @@ stage = partial(nb.stage, progress=False)
 
 
 def published(folder: Path) -> list[str]:
-    """What stands in a target besides `.part` and the locks."""
     return [entry.name for entry in folder.glob("*") if entry.suffix != ".part" and entry.name != "locks"]
 
 
@@ -362,7 +361,6 @@ def web(monkeypatch):
 
 @pytest.fixture
 def site(web, monkeypatch):
-    """The address of a plain server, which no link to Drive has."""
     monkeypatch.setattr(fetch, "HOSTS", fetch.HOSTS[:-1])
     return web
 

@@ -30,7 +30,6 @@ def first_is_best() -> dict[str, Any]:
 
 
 def fit_and_end(task: Any, pack: Any, folder: Any, keep: Any = None) -> None:
-    """A run that is stopped, or dies; it writes a checkpoint after each step."""
     with pytest.MonkeyPatch.context() as patch, suppress(ZeroDivisionError):
         patch.setattr("nbtools.folder.SAVE_EVERY", 0.0)
         patch.setattr("nbtools.folder.SAVE_SHARE", float("inf"))

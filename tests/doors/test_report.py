@@ -237,7 +237,6 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def displayed(monkeypatch):
-    """What a cell shows of a comparison: (text, picture, charts) by type."""
     shown: list[dict[str, str]] = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     monkeypatch.setattr("nbtools.run.in_notebook", lambda: True)

@@ -102,7 +102,6 @@ def fit(pack, plan=None, run=None, who=None, **more) -> nb.Run:
 
 
 def refused(pack, plan, run, who=None, *, says: str, error: Any = TrainError, **more) -> None:
-    """A call that is refused, which changes nothing."""
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     with pytest.raises(error, match=says):
         fit(pack, plan, run, who, **more)

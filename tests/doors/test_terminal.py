@@ -33,7 +33,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def train(data, tmp_path):
-    """Train the toy for an epoch in tmp_path/runs/toy; the exit code."""
     words = ["train", "toy", "--data", str(data), "--run", str(tmp_path / "runs" / "toy"), "--no-receipt"]
     return lambda *more: main([*words, "--epochs", "1", *more])
 

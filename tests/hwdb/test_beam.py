@@ -23,7 +23,6 @@ def beam(log_probs, steps, classes, lm=None, width=10, alpha=0.4, beta=0.0, **li
 
 
 def answers(rng, steps, lines, classes, peak=2.0):
-    """Random log-probabilities (T, B, C); a larger peak makes clearer ones."""
     return torch.tensor(rng.normal(0, peak, (steps, lines, classes))).log_softmax(2)
 
 

@@ -40,7 +40,6 @@ def read(data, name="page.dgrl"):
 
 
 def some_rows(rng, lines):
-    """Words (top, left, height, width, pixels) of each line of a `.dgr`, which may overlap."""
     rows = []
     for n in range(lines):
         sizes = [(rng.randint(1, 9), rng.randint(1, 12)) for _ in range(rng.randint(1, 5))]

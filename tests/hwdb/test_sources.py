@@ -39,7 +39,6 @@ def texts(made: Pack) -> dict[str, str]:
 
 
 def slowly(image: np.ndarray, height: int = HEIGHT) -> np.ndarray:
-    """Ink (W, height) by Pillow, the obvious way."""
     width = round(image.shape[1] * height / image.shape[0])
     scaling = Image.Resampling.BOX if height < image.shape[0] else Image.Resampling.BILINEAR
     return 255 - np.array(Image.fromarray(image).resize((width, height), scaling)).T
@@ -111,7 +110,6 @@ def test_the_older_format_is_read(tmp_path):
 
 
 def pages(folder: Path, writers, part: str = "") -> Path:
-    """Two pages of two lines by each writer."""
     for n in writers:
         for p in (16, 17):
             page(folder / part / f"{n:03}-P{p}.dgrl", "一", "二", height=4, width=4)

@@ -47,7 +47,6 @@ def batch_of(kinds=KINDS, seed=0):
 
 
 def slow_ohem(logits, label, plan):
-    """The mean over the kept pixels of one image, pixel by pixel."""
     entropies = [-logits[:, y, x].log_softmax(0)[label[y, x]] for y, x in (label != IGNORE).nonzero().tolist()]
     if not entropies:
         return torch.zeros(())
@@ -225,7 +224,6 @@ def test_training_and_prediction_see_the_same_tensor():
 
 
 def one_by_one(network, image, plan):
-    """(K, H, W) probabilities of one image (3, H, W)."""
     size, every = image.shape[1:], []
     for scale in plan.eval_scales:
         small = F.interpolate(image[None], [round(n * scale) for n in size], mode="bilinear", align_corners=False)
@@ -253,7 +251,6 @@ def test_logits_are_the_logarithm_of_the_mean_probabilities_image_by_image(scale
 
 
 def read(*batches):
-    """The values of the task's metrics over batches of (labels, logits)."""
     sums = Sums()
     for labels, logits in batches:
         sums.add(segment.metrics((logits, ()), {"label": labels}))

@@ -54,7 +54,6 @@ def listed(path: Path, *rows: str, head: str = FIRST) -> None:
 
 
 def corpus(folder: Path, **more) -> Path:
-    """Two glosses of two categories, a clip each in train and in val."""
     for k, name in enumerate(NAMES):
         clip(folder / f"{name}.npz", seed=k, frames=T + k, **more)
     listed(folder / "train" / "labels.csv", "a,0,0", "b,1,1")

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Normalised frames (N, 3, 299, 299) → (N, 2048)."""
     torch.manual_seed(seed)
     layers = nn.AvgPool2d(50), nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2048)
     return nn.Sequential(*layers)
@@ -38,7 +37,6 @@ def filmed(folder: Path, frames: int = 3, seed: int = 0) -> list[Image.Image]:
 
 
 def corpus(folder: Path, takes: int = 2) -> Path:
-    """Clips of two glosses in train and val, of 3 and 4 frames."""
     for split in ("train", "val"):
         names = [f"{split}_{gloss}_{take}" for gloss in range(2) for take in range(takes)]
         for seed, name in enumerate(names):

@@ -33,7 +33,6 @@ def PACK(folder: Path) -> Pack:
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """The same network, small: what is claimed with it does not depend on its size."""
     monkeypatch.setattr(Transformer, "width", 32)
     monkeypatch.setattr(Transformer, "depth", 1)
 
@@ -131,7 +130,6 @@ def test_a_warped_clip_keeps_its_ends_and_its_order():
 
 
 def clips(*lengths: int) -> dict[str, torch.Tensor]:
-    """A batch for either network."""
     shape, length = (len(lengths), max(lengths)), torch.tensor(lengths)
     inside = torch.arange(max(lengths)) < length[:, None]
     x, features = torch.randn(*shape, 2 * POINTS), torch.randn(*shape, 20)

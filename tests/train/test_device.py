@@ -112,8 +112,6 @@ def test_activations_computed_again_change_no_bit(tmp_path, name):
 
 
 class Reader(nn.Module):
-    """Every kind of recurrent layer over eight time steps."""
-
     def __init__(self):
         super().__init__()
         self.inputs, self.head = nn.Linear(1, 6), nn.Linear(6, toy.CLASSES)

@@ -80,7 +80,6 @@ def test_a_damaged_file_of_a_run_is_named_with_what_to_do_and_one_of_an_older_ve
 
 
 def breaking(patch: pytest.MonkeyPatch, target: Path, act) -> None:
-    """Call act() before a file below `target` gets its name."""
     real = os.replace
 
     def replace(source, to):

@@ -287,7 +287,6 @@ def with_memory_for(allocations: int, pack: nb.Pack) -> tuple[bool, dict[str, to
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """42 samples to train on, so that an epoch ends with a smaller batch."""
     return toy.make_pack(tmp_path_factory.mktemp("few"), count=60)
 
 

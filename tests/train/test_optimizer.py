@@ -132,8 +132,6 @@ def test_another_optimizer_or_schedule_in_the_folder_of_a_run_is_refused(pack, t
 
 
 class Net(nn.Module):
-    """x (B, 4) → logits (B, 2). Its parts, the body of unlike shapes, come in this order."""
-
     def __init__(self, *order: str):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 5), nn.ReLU())

@@ -88,7 +88,6 @@ def test_several_processes_equal_one_that_accumulates_the_same_parts(pack, tmp_p
 
 
 def stretch(pack: Path, run: Path, plan: toy.Plan, until: int = 0) -> list[list[int]]:
-    """Go on from the checkpoint that is there, and stop after so many steps (0: not); the ids of each step."""
     task = acting({until: lambda: os.kill(os.getpid(), signal.SIGINT)} if first() else {})
     nb.fit(task, nb.Pack.open(pack), plan, run, **QUIET)
     return [ids for _, _, ids in task.seen]
@@ -180,8 +179,6 @@ class Exchanging(nn.Module):
 
 
 def exchanging(pack: Path, run: Path) -> int:
-    """The forward passes, in batches of 17, so that shares differ; resumed."""
-
     def model(card, plan):
         network = toy.Net(16, 0.0)
         network.layers[1] = Exchanging()

@@ -24,7 +24,6 @@ Changes = dict[int, dict[str, Any]]
 
 
 def many(model, batch, plan):
-    """Counts beyond what a float32 holds: of pixels, for example."""
     total, count = toy.loss(model, batch, plan)
     return 2e6 * total, torch.tensor(40_000_001 * count)
 
@@ -62,7 +61,6 @@ def packs(tmp_path_factory):
 
 
 def log(history: History) -> list[dict[str, Any]]:
-    """Rows without what a clock decides, and without changes: a resumed run may begin with one."""
     rows = [row for row in history.rows if row["kind"] != "change"]
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 

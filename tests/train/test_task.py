@@ -17,8 +17,6 @@ from tests import toy
 
 
 class Least(nb.Task):
-    """Nothing but what has no default."""
-
     def model(self, card, plan):
         return toy.linear(card, plan)
 

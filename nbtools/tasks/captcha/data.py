@@ -126,7 +126,6 @@ def survey(folder: Path, options: Mapping[str, Any]) -> Survey:
 
 
 def pattern_of(label: str) -> re.Pattern[str]:
-    """Return the pattern whose first group is the text of a name."""
     try:
         if (pattern := re.compile(label if "(" in label else f"^(.*?){re.escape(label) or '$'}")).groups:
             return pattern

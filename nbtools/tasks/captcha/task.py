@@ -57,7 +57,6 @@ PLAN = RECIPE.replace(clip_norm=1.0, amp="bf16", channels_last=True, workers=16)
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """Return the settings of the task for a machine: field → (value, reason)."""
     if card.options["layout"] == "lines":
         return for_lines(card, accelerator == "cuda")
     if accelerator == "cuda":
@@ -140,13 +139,11 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
-    """Return the text of each sample."""
     rows = ctc.greedy(outputs) if isinstance(outputs, tuple) else outputs.argmax(2).tolist()
     return ["".join(card.classes[place] for place in row) for row in rows]
 
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
-    """Return what the network reads and returns, for files that leave nbtools."""
     if card.options["layout"] == "lines":
         line = "2 * (image.transpose(0, 2, 1)[:, None] / 255) - 0.3"
         return ctc.tensors(card.options["height"], len(card.classes), line)

@@ -51,7 +51,6 @@ def greedy(outputs: Outputs) -> list[list[int]]:
 
 
 def texts(labels: Tensor, lengths: Tensor) -> list[list[int]]:
-    """Return the labels of each sample, without padding."""
     return [row[:n] for row, n in zip(labels.tolist(), lengths.tolist(), strict=True)]
 
 

@@ -26,7 +26,6 @@ def show(pack: Pack, ids: Sequence[int] | np.ndarray, predicted: Sequence[str] |
 
 
 def preview(pack: Pack, i: int, answer: str) -> tuple[np.ndarray, str, str]:
-    """Return (image, truth, answer) of one sample for the live picture."""
     return picture(pack, i), text_of(pack, i), answer
 
 

@@ -316,7 +316,6 @@ def text_of_codes(codes: bytes) -> tuple[str, str]:
 
 @lru_cache(1 << 16)
 def character(code: bytes) -> str:
-    """Return the character of a code, "" if it is none."""
     if code[0] == 0xFF:
         return UNKNOWN
     try:

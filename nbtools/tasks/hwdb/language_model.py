@@ -54,12 +54,10 @@ class NGram:
 
     @property
     def end(self) -> int:
-        """Return the symbol of a line's boundary."""
         return len(self.classes)
 
     @property
     def start(self) -> int:
-        """Return the state at the start of a line."""
         return self.end + 1
 
     def step(self, states: np.ndarray, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

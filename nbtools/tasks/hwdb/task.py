@@ -153,12 +153,10 @@ def metrics(outputs: ctc.Outputs, batch: Batch) -> dict[str, Pair]:
 
 
 def decode(outputs: ctc.Outputs, card: Card | Pack) -> list[str]:
-    """Return the text of each line, by the best class of every step."""
     return ["".join(card.classes[place] for place in places) for places in ctc.greedy(outputs)]
 
 
 def tensors(card: Card, plan: Plan) -> tuple[Tensors, Tensors]:
-    """Return what the network reads and returns, for files that leave nbtools."""
     return ctc.tensors(card.options["height"], len(card.classes), "2 * (image.transpose(0, 2, 1)[:, None] / 255)")
 
 

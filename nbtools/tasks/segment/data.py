@@ -99,7 +99,6 @@ def options_of(size: Any, channels: int, classes: Given | None, ignore: Ignored)
 
 
 def parse_classes(classes: Given) -> list[tuple[int, str]]:
-    """Return (id, name) of names, of a mapping, or of a file."""
     if isinstance(classes, str | Path):
         return read_classes(Path(classes).expanduser())
     listed = classes if hasattr(classes, "__getitem__") else ()  # an order, as neither a number nor a set has

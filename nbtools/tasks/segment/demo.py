@@ -41,7 +41,6 @@ def demo(folder: str | Path, count: int = 1400, *, size: tuple[int, int] = (384,
 
 
 def files(count: int, height: int, width: int, seed: int) -> Iterator[File]:
-    """Yield the name of each file, and what computes its content."""
     for n in range(count):
         name, rng = f"{SPLITS[n % len(SPLITS)]}/{n:05}", np.random.default_rng([seed, STREAM, n])
         shapes = [shape(rng, height, width) for _ in range(rng.integers(3, 7))]

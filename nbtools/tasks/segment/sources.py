@@ -161,7 +161,6 @@ def parse_path(name: str) -> tuple[str | None, bool, tuple[str | None, str, str]
 
 
 def bare(name: str) -> str:
-    """Return the name of an image without its suffix, as lists may have it."""
     name = with_slashes(name)
     return name[: name.rfind(".")] if name.lower().endswith(IMAGES) else name
 

@@ -122,7 +122,6 @@ def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
 
 
 def recipe(network: str, batch: int) -> dict[str, tuple[Any, str]]:
-    """Return what a network learns well with, at a batch size."""
     if network == "slim":
         why = "measured on our CPU, CamVid, 90 seconds: mIoU 0.49; with lr 5e-3 0.47, 2e-3 0.45; with SGD 0.42"
         return {
@@ -155,7 +154,6 @@ def course(card: Card, images: int, batch: int, why: str) -> dict[str, tuple[Any
 
 
 def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
-    """Return an advised plan for another network than the advised one."""
     named = plan.replace(network=network)
     return named.replace(**{name: value for name, (value, _) in recipe(named.net, plan.batch_size).items()})
 

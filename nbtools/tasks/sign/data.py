@@ -173,7 +173,6 @@ def open_clip(path: Path) -> Iterator[Any]:
 
 
 def arrays_in(path: Path) -> list[str]:
-    """Return the names of a clip's arrays; none if it cannot be read."""
     with contextlib.suppress(Refused), open_clip(path) as npz:
         return npz.files
     return []

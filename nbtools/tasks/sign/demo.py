@@ -108,7 +108,6 @@ def sign_of(category: int, number: int, seed: int) -> Sign:
 
 
 def clip_bytes(sign: Sign, number: int, frames: tuple[int, int], features: bool, seed: int) -> bytes:
-    """Return the file of clip `number`."""
     signer, rng = number // TAKES, np.random.default_rng([seed, CLIP, number])
     points, width, left_handed = perform(sign, np.random.default_rng([seed, SIGNER, signer]), frames, rng)
     x = points + width * SHAKE * rng.standard_normal(points.shape)

@@ -68,7 +68,6 @@ PLAN = PLAN.replace(amp="bf16", workers=8, time_warp=0.5, time_crop=0.2, mirror=
 
 
 def suggest(card: Card, accelerator: str) -> dict[str, tuple[Any, str]]:
-    """Return the settings of signs for a machine: field → (value, reason)."""
     if network_of(PLAN, card.columns) == "gru":
         return for_gru(card)
     settings = for_transformer(card)
@@ -111,14 +110,12 @@ def for_gru(card: Card) -> dict[str, tuple[Any, str]]:
 
 
 def with_network(plan: Plan, card: Card | Pack, network: str) -> Plan:
-    """Return an advised plan with the settings that suit another network."""
     card = card.reading(["features"]).card if isinstance(card, Pack) else card
     settings = {name: value for name, (value, _) in for_gru(card).items()} if network == "gru" else {}
     return plan.replace(**{**settings, "network": network})
 
 
 def network_of(plan: Plan, columns: Collection[str]) -> str:
-    """Return the network of a plan for data with these columns."""
     return plan.network if plan.network != "auto" else "transformer" if "x" in columns else "gru"
 
 
@@ -184,12 +181,10 @@ def metrics(outputs: Outputs, batch: Batch) -> dict[str, Pair]:
 
 
 def decode(outputs: Outputs, card: Card | Pack) -> list[str]:
-    """Return the gloss of each clip."""
     return [card.classes[i] for i in outputs[0].argmax(1).tolist()]
 
 
 def tensors(card: Card | Pack, plan: Plan) -> tuple[Tensors, Tensors]:
-    """Return what the network reads and returns, for files that leave nbtools."""
     first, *_ = reads_of(plan, card.columns)
     numbers, length = card.columns[first].shape[0], f"{first}_length"
     reads = {first: (("batch", "frames", numbers), first), length: (("batch",), length)}

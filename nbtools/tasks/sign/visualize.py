@@ -67,7 +67,6 @@ def strip(pack: Pack, i: int, moments: Sequence[float]) -> np.ndarray:
 
 
 def text_of(pack: Pack, i: int) -> str:
-    """Return the gloss of a clip."""
     return pack.classes[int(pack.arrays["label"][i][0])]
 
 
