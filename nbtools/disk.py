@@ -64,7 +64,6 @@ def write_atomic(path: Path, data: bytes | memoryview | str, digest: str = "") -
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a whole folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -108,7 +107,6 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, need: int) -> None:
-    """Raise DiskError unless `need` bytes are free where `path` is, or will be."""
     if need > (free := free_bytes(path)):
         rule = f"{path}: needs {size(need)}, but only {size(free)} is free there"
         raise DiskError(f"{rule}. Free some space, or choose another disk.")
@@ -120,7 +118,6 @@ def mounts() -> dict[str, str]:
 
 
 def is_slow(path: Path) -> bool:
-    """Return whether a path is on FUSE (Drive), NFS or SMB."""
     kinds = mounts()
     kind = kinds[max(filter(path.resolve().is_relative_to, kinds), key=len)] if kinds else ""
     return kind.startswith(("fuse.", "nfs", "cifs", "smb")) and "overlayfs" not in kind  # the root of a container

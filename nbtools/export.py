@@ -37,7 +37,7 @@ def write(run: Run, path: Path, pack: Pack | None) -> Path:
         try:
             content = onnx_file(run, path, pack or Pack.open(run.index.get("pack", "")))
         except PackError as error:  # packed elsewhere, or without a copy
-            raise PackError(f"{error}; then pass it: run.export({str(path)!r}, pack)") from None
+            raise error if pack else PackError(f"{error}; then pass it: run.export({str(path)!r}, pack)") from None
         for side, described in zip(("inputs", "outputs"), run.task.tensors(run.card, run.plan), strict=True):
             card[side] = {name: text for name, (_, text) in described.items()}
     else:

@@ -211,7 +211,6 @@ def begin(
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a run wrote this file of its folder, whole or in part."""
     whole = path.name.rsplit(".", 2)[0] if path.suffix == ".part" else path.name
     return whole in OURS or checkpoint.FILE.fullmatch(path.name) is not None
 

@@ -29,7 +29,6 @@ class Guard:
         job.surface.undoable = lambda: self.anchor is not None
 
     def records(self) -> Generator[Record, None, None]:
-        """Yield the records of the loop, through every return to a checkpoint."""
         while why := (yield from self.stretch()):
             yield from self.back(why)
 

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from nbtools.report import Report
 
 PLAN, CARD, HISTORY, RECEIPT, VERDICT = "plan.json", "card.json", "history.csv", "receipt.json", "verdict.json"
-FREE = {"classes", "category_of", "mean", "std", "roles", "stored", "label", "case"}  # options that no network reads
+FREE = {
+    "binary",
+    "classes",
+    "category_of",
+    "mean",
+    "std",
+    "roles",
+    "stored",
+    "label",
+    "case",
+}  # options that no network reads
 
 
 class Run:
@@ -156,7 +166,7 @@ class Run:
         """Pack a source with the classes, preprocessing, shares and seed of this run's; one that it has not seen as a
         test split: `nb.evaluate(run, run.pack("new", test=1.0))`. options: of the task's `pack`."""
         drawn = zip(("val", "test", "seed"), self.card.shares, strict=False)
-        drawn = {name: each for name, each in drawn if name in inspect.signature(self.task.pack).parameters}
+        drawn = {name: each for name, each in drawn if each and name in inspect.signature(self.task.pack).parameters}
         return self.task.pack(source, **{**drawn, **self.task.pack_options(self.card), **options})
 
     def predict(self, files: Any, batch_size: int = 64, all: bool = False, root: str | Path | None = None) -> Any:
@@ -190,7 +200,6 @@ class Run:
         return pd.DataFrame(shares, rows if names is None else pd.Index(names, name="file"), self.card.classes, float)
 
     def predict_pack(self, pack: Pack, ids: Collection[int], batch_size: int = 64) -> list[Any]:
-        """Return the answers to samples of a pack."""
         pack = self.readable(pack)
         if lacking := [int(i) for i in ids if pack.split[i] >= len(SPLITS)]:
             rule = f"sample {lacking[0]} has nothing that this run's network reads"

@@ -78,7 +78,6 @@ def html(headers: Sequence[str], rows: Rows, caption: str = "") -> str:
 
 
 def note(text: str) -> str:
-    """Return a paragraph above or below a table, escaped; nothing for nothing."""
     return UNIT.sub("\xa0", f"<div>{markup.escape(text)}</div>") if text else ""
 
 
@@ -97,7 +96,6 @@ def fill_cells(headers: Sequence[str], rows: Rows) -> list[list[str]]:
 
 
 def plain(line: str) -> str:
-    """Return a line with control characters as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in line)
 
 
@@ -130,7 +128,6 @@ def number(value: float) -> str:
 
 
 def exponent(number: str) -> str:
-    """Return 2e-7 for the 2e-07 that Python writes."""
     return re.sub(r"e\+?(-?)0*", r"e\1", number)
 
 

@@ -114,6 +114,6 @@ def test_no_single_peer_trains_more_than_a_twentieth_faster_and_the_guide_is_beh
     for peer in ("pytorch", "lightning", "accelerate", "transformers", "fastai"):
         assert found[f"nbtools over {peer}"]["value"] >= 0.95  # of images in memory one is level
         sooner = found.get(f"time to target, {peer} over nbtools", {"value": 1})
-        floor = {"segment": 0.9, "arrays": 0.9}.get(task, 1)  # packing, once, takes part of a first run
+        floor = {"sign": 0.95, "segment": 0.9, "arrays": 0.9}.get(task, 1)  # packing, once, takes part of a first run
         assert sooner["value"] >= floor
     assert not faster or found["nbtools over guide"]["least"] >= faster

@@ -85,7 +85,6 @@ def unpack(path: Path, folder: Path, text: str, progress: bool) -> None:
 
 
 def extract(entry: Entry, target: Path, progress: Callable[[int], object]) -> None:
-    """Create a file with the bytes of an entry, as many as announced."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = open(target, "xb")  # noqa: SIM115

@@ -320,7 +320,7 @@ def finish(folder: Path, joined: dict[str, Any], survey: Survey, task: str, made
     learned, learned_remarks = survey.learn(pack, pack.ids("train")) if survey.learn else ({}, [])
     files = {path.name: {"size": path.stat().st_size, "sha256": disk.sha256(path)} for path in sorted(folder.iterdir())}
     given = map(survey.options.get("roles", {}).get, ("mean", "std"))
-    besides = [*given, made["key"] * (not columns)]  # what no file says: means, and without a copy what items hold
+    besides = [*given, made["key"] * (survey.columns.keys() > columns.keys())]  # what no file says: what is not stored
     held = "".join([*(file["sha256"] for name, file in files.items() if name not in APART), f"{besides}"])
     content, whole = (hashlib.sha256(f"{held}{more}".encode()).hexdigest() for more in ("", files["split.npy"]))
     card = replace(pack.card, options={**card.options, **learned}, digest=whole, content=content)
@@ -333,9 +333,9 @@ def divide(entries: Sequence[Entry], survey: Survey, pack: Pack, labels: Any, dr
     """Return the split of each sample, by its group or name, exact: by its arrays without the class; and remarks."""
     given, groups = [entry.split for entry in entries], [entry.group for entry in entries]
     needed = None in given or "val" not in given  # else the source's splits stand
-    first = dict[bytes, str]()  # sample of what it holds, the label aside: its copies are one group
+    first = dict[bytes, str]()  # by what it holds, but for the label and distances to it: copies are a group
     for i, entry in enumerate(entries if needed and not survey.exact else ()):
-        held = b"".join(array.tobytes() for name, array in pack.sample(i).items() if name != "label")
+        held = b"".join(array.tobytes() for name, array in pack.sample(i).items() if name not in ("label", "distance"))
         groups[i] = entry.group or first.setdefault(hashlib.sha256(held).digest(), entry.name)
     places, units = pack.places(groups, survey.named, labels, draw[2], survey.exact and needed)
     split = splits.assign(given, places, units, labels if survey.exact else None, draw[:2], survey.exact)

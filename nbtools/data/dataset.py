@@ -4,6 +4,7 @@ follows from the images that it holds: hidden ones and those in __MACOSX or @eaD
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -251,8 +252,10 @@ def image_folders(root: Path, split: str | None, one: bool, progress: bool) -> l
         there = [name for name in there if not crossed or split_word(name[len(at) :].split("/")[1]) == word]
         found = inside(there, at)
         inner = sorted({(*name[len(at) :].split("/")[:2],) for name in there if name.count("/", len(at)) > 1})
-        odd = [each for each in found if each.lower() in NO_CLASS or (not one and re.fullmatch(WHOLE, each, re.I))]
-        odd += [folder for folder, deep in inner if folder != deep in found or deep.lower() in ("mask", "masks")]
+        odd = [] if one or word else [each for each in found if re.fullmatch(WHOLE, each, re.I)]
+        odd += [each for each in found if each.lower() in NO_CLASS]
+        twice = Counter(folder for folder, deep in inner if folder != deep in found)  # once: as numbers of sessions
+        odd += [folder for folder, deep in inner if twice[folder] > 1 or deep.lower() in ("mask", "masks")]
         if odd:
             fix = "pass masks as a list of (image, mask), labels as a table"
             fix = "name all classes=[…]" if split_word(odd[0]) else fix

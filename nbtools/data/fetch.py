@@ -267,7 +267,6 @@ def probe(url: str) -> File:
 
 
 def read_headers(response: http.client.HTTPResponse) -> tuple[str, int | None]:
-    """Return (version, size) of a file by the headers of the whole or of a part."""
     headers = response.headers
     total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
     return headers.get("Last-Modified") or headers.get("ETag") or "", int(total) if total.isdigit() else None

@@ -207,7 +207,7 @@ def fit(name: str, value: Any, column: Column, kind: str = "values", names: Sequ
         raise PackError(odd[0], f"all numbers in {name} must be finite", "replace it, or leave the item out")
     made = array.astype(column.dtype, copy=False)
     exact = made.dtype.kind == "f" or np.array_equal(made, array)  # of a large number the nearest float
-    exact = exact and (not column.layout or made.dtype.kind in ("b", array.dtype.kind))  # 0…255 is no 0…1
+    exact = exact and (not column.layout or made.dtype.kind == array.dtype.kind)  # 0…255 is no 0…1
     exact = exact and (kind != "labels" or bool(np.isin(made, (0, 1)).all()))
     alike = array.ndim == len(column.shape) + ragged and array.shape[ragged:] == column.shape and array.size > 0
     if not (exact and alike):
@@ -244,8 +244,6 @@ def common_column(name: str, values: Sequence[Any], classes: Any, picture: bool)
         layout = "hw"
     elif len(shape) == 3 and dtype in (np.uint8, np.float32):
         layout = "chw" if shape[0] in (1, 3, 4) and not picture else "hwc" if shape[2] in (1, 3, 4) else ""
-        if layout and name == TARGET and dtype == np.uint8 and all((array < 2).all() for array in arrays):
-            dtype = np.dtype(bool)  # a mask, which no 255 divides
     return "values", Column("fixed", dtype.str, shape, layout)
 
 
@@ -270,6 +268,6 @@ def moments_of(column: Column, array: np.ndarray, rows: np.ndarray, target: bool
             squares = squares + np.square(now - mean) * count * n / (count + n)
             mean, count = mean + (now - mean) * n / (count + n), count + n
     std = np.sqrt(squares / max(count, 1))
-    unit = 255 if column.layout and column.dtype == "|u1" else 1  # what 1 is kept as
+    unit = 255 if column.layout and column.dtype == "|u1" and not (target and array.max() < 2) else 1  # 1 is kept as
     shape = (-1, 1) if two and axis == 1 else -1
     return (mean / unit).reshape(shape).tolist(), np.where(std > 0, std / unit, 1).reshape(shape).tolist()

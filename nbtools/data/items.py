@@ -353,6 +353,8 @@ class Items:
             given = (self.options.mean, self.options.std) if name in self.images and self.options.mean else None
             moments = given or forms.moments_of(column, array, rows, name == TARGET)
             learned["mean"][name], learned["std"][name] = (np.array(each, float).tolist() for each in moments)
+            if name == TARGET and column.layout:
+                learned["binary"] = bool(array.max() < 2)  # bytes of a mask, which no 255 divides
         return learned, []
 
 

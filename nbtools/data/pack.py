@@ -268,7 +268,6 @@ class Pack(show.Table):
             return False
 
     def write_tar(self, path: Path) -> None:
-        """Write the files as a plain tar, atomically, once it reads back whole."""
         part = path.with_name(f"{path.name}.part")
         try:
             with tarfile.open(part, "w") as tar:
@@ -297,7 +296,6 @@ class Pack(show.Table):
 
 
 def class_names(ids: np.ndarray, classes: Sequence[str]) -> list[str]:
-    """Return the class of each sample; a number without a name stays one."""
     names = dict(enumerate(classes))
     return [names.get(i, str(i)) for i in ids.ravel().tolist()]
 

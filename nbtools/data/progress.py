@@ -34,7 +34,6 @@ attending: list[Callable[[], object]] = []
 
 
 def bar(*arguments: Any, **options: Any) -> tqdm:
-    """Return a tqdm bar, whose arguments and options are tqdm's."""
     options["mininterval"] = LEAST if in_notebook() or getattr(sys.stderr, "isatty", bool)() else PATIENCE
     if in_notebook():  # which shows stderr in red
         options |= {"file": sys.stdout, "ncols": 90}

@@ -41,7 +41,6 @@ def digest(text: str) -> str:
 
 
 def lock(target: Path, busy: StageError | None = None) -> AbstractContextManager[None]:
-    """Return the lock of whoever makes a folder; others wait, or raise `busy`."""
     if "drive:" in str(target):
         raise StageError(f"{target}: data must go to a local disk; copy them to Drive with pack.keep('drive:…').")
     wait = partial(say, f"Waiting for another process that makes {target}")

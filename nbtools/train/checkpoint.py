@@ -108,7 +108,6 @@ def names_in(index: dict[str, Any]) -> set[str]:
 
 
 def place(name: str) -> tuple[int, ...]:
-    """Return the (epoch, step) of a checkpoint's name."""
     return tuple(map(int, name.split("-")))
 
 
@@ -171,7 +170,6 @@ class Keeper:
         self.thread.start()
 
     def keep(self) -> None:
-        """Request a copy of the run as it is now."""
         self.queue.put(True)
 
     def work(self) -> None:

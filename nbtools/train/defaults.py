@@ -66,7 +66,7 @@ def as_input(values: Tensor, card: Card, name: str) -> Tensor:
         values = values.permute(0, 3, 1, 2)
     elif column.layout == "hw":
         values = values.unsqueeze(1)
-    if column.layout and column.dtype == "|u1":
+    if column.layout and column.dtype == "|u1" and not (name == TARGET and card.options.get("binary")):
         return values.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     return values.contiguous()
 

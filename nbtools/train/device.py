@@ -88,7 +88,6 @@ def reduced_precision(device: torch.device) -> str:
 
 
 def gigabytes(device: torch.device) -> float:
-    """Return 10⁹ bytes of a CUDA GPU's memory, 0 elsewhere."""
     return torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else 0.0
 
 

@@ -141,9 +141,13 @@ def evaluate(state: TrainState, feed: Feed, pack: Pack) -> Generator[Record, Non
     plan = plan.replace(micro_batch_size=state.micro)  # what does not fit in training may not fit here
     state.ranks.align(state.evaluated.buffers())
     state.capture_rng()
-    for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
-        yield state.record("evaluating")
-    state.restore_rng()  # of a network that samples, too
+    state.evaluating = True  # whose random numbers, of a network that samples, are not kept
+    try:
+        for _ in score_split(state.task, state.evaluated, pack, plan, "val", sums, feed):
+            yield state.record("evaluating")
+    finally:
+        state.evaluating = False
+        state.restore_rng()
     return {**{f"val_{name}": value for name, value in sums.read().items()}, "eval_time": perf_counter() - start}
 
 

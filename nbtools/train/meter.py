@@ -114,7 +114,6 @@ class Meter:
             self.event.record(torch.cuda.current_stream(self.device))
 
     def received(self) -> list[float]:
-        """Return the numbers that were sent. Waits for them."""
         if self.event is not None:
             self.event.synchronize()
         return self.host.tolist()

@@ -93,7 +93,7 @@ def follow(optimizer: Optimizer, plan: Any) -> None:
     rule = OPTIMIZERS[plan.optimizer]
     for group in optimizer.param_groups if hasattr(optimizer, "built_in") else ():
         wanted = {**rule.settings(plan), "weight_decay": plan.weight_decay if group["decays"] else 0.0}
-        group.update({name: value for name, value in wanted.items() if name not in group["own"]})
+        group.update({name: value for name, value in wanted.items() if name not in group.get("own", ())})
         for parameter, name in product(group["params"], rule.buffers):
             if name not in optimizer.state[parameter]:
                 step = torch.zeros((), dtype=torch.float32, device=parameter.device)  # whatever torch's default is

@@ -65,7 +65,7 @@ class TrainState:
         self.epoch_size: float = self.card.splits["train"]  # samples; a trial of learning rates sets its own
         self.task = bind(task, self.card)
         self.device = device = torch.device(device) if device is not None else devices.pick()
-        self.cuda_rng: Tensor | None = None
+        self.cuda_rng, self.evaluating = None, False
         with devices.untouched(device):
             for seed in (torch.manual_seed, np.random.seed, random.seed):
                 seed(plan.seed)  # of the weights, behind which the run's own random numbers begin
@@ -181,6 +181,8 @@ class TrainState:
             self.graphs.clear()
 
     def capture_rng(self) -> None:
+        if self.evaluating:
+            return
         self.rng, self.host_rng = torch.get_rng_state(), (random.getstate(), np.random.get_state())
         if self.device.type == "cuda":
             self.cuda_rng = torch.cuda.get_rng_state(self.device)

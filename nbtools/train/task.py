@@ -29,7 +29,8 @@ from nbtools.train.device import in_float32
 from nbtools.train.optimizer import plan_optimizer
 from nbtools.train.plan import ADVISED, Plan
 
-PLAIN, VARYING = (int, float, str, tuple, type(None)), ("training", "process_group", "device")  # settings; not these
+PLAIN = int, float, str, tuple, type(None)  # settings of a module that count, but for these:
+VARYING = "training", "process_group", "device", "name_or_path"
 Tensors = Mapping[str, tuple[Sequence[int | str], str]]
 """Name → (shape, text). An axis that may have any length has a name in place of its length; (): that of the columns."""
 TaskLike = Any  # what `nb.fit` and the like accept: a `Task`, or a module, class or object with some of its hooks
@@ -180,7 +181,7 @@ def bind(task: TaskLike, card: Card) -> Task:
     own = copy.copy(task)
     vars(own).update(card=card, _name=task_name(task))
     held = {name: x for name, x in vars(own).items() if name in ("criterion", "chosen")}  # which may count their calls
-    vars(own).update(tree_map(lambda x: copy.deepcopy(x) if isinstance(x, nn.Module) else copy.copy(x), held))
+    vars(own).update(tree_map(lambda x: copy.deepcopy(x) if isinstance(x, nn.Module) else shallow(x), held))
     if own.preview is None and defaults.images_of(card):
         own.preview = defaults.preview
     return own
@@ -219,6 +220,10 @@ def build(task: Task, card: Card, plan: Any) -> nn.Module:
     vars(model)["_resting"] = [name for name in frozen * model.training if not model.get_submodule(name).training]
     set_training(model)
     return model
+
+
+def shallow(x: Any) -> Any:
+    return x if isinstance(x, jit.ScriptFunction) else copy.copy(x)  # which cannot be copied
 
 
 def copied(network: nn.Module) -> nn.Module:
@@ -321,7 +326,8 @@ def settings(held: Mapping[str, Any], values: bool) -> Iterator[str]:
         x = digest(x) if values and isinstance(x, Tensor) else x
         x = qualified_name(x) if isinstance(x, FunctionType | BuiltinFunctionType) else x  # such as F.relu
         if hasattr(x, "__dataclass_fields__") or type(x).__name__.endswith("Namespace"):
-            x = {} if isinstance(x, type | Plan | Card) else getattr(x, "__dict__", {})  # of which others tell
+            skipped = isinstance(x, type | Plan | Card) or hasattr(x, "model_type")  # of which others tell, as layers
+            x = {} if skipped else getattr(x, "__dict__", {})
         if isinstance(x, dict) and not values:
             x = tuple(settings(x, values)) or []
         if isinstance(x, (*PLAIN, list, dict) if values else PLAIN) and n not in VARYING and str(n)[:1] != "_":

@@ -132,7 +132,7 @@ PACKED = {  # its columns, and classes: (data, options of pack)
     "x float32 (1), y int64 (): no yes": (frame(y=[b"no", b"yes"] * 10), {}),  # as scipy reads an ARFF
     "x float32 (2), y int64 (): 0 1": (frame(user_id=np.arange(20) // 2), {}),
     "x float32 (), y int64 (): 0 1": (Items(PETS.item, classes=SPECIES, target_transform=int), {}),
-    "x float32 (3), y bool (4, 5, 1)": (Items(lambda i: (vector(i), np.ones((4, 5, 1), np.uint8))), {}),
+    "x float32 (3), y uint8 (4, 5, 1)": (Items(lambda i: (vector(i), np.ones((4, 5, 1), np.uint8))), {}),
     "x float32 (2), y float32 (2)": (frame(p=1.5, q=np.arange(20)), {"target": ["p", "q"]}),
 }
 

@@ -153,7 +153,6 @@ def layout_of(folder: Path, texts: Mapping[str, str], layout: str, height: int) 
 
 
 def problem(name: str, text: str, options: Mapping[str, Any]) -> Row | None:
-    """Return the first rule that a file's name breaks."""
     path, length, label = PurePosixPath(name), options.get("length"), options["label"]
     unknown = "".join(sorted(set(text) - set(options["classes"] or text)))
     fix = "name images by their texts: lists are not read" if path.suffix in (".csv", ".txt") else "convert it"

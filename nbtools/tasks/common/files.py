@@ -149,5 +149,4 @@ def require(kept: bool, rule: str, value: object) -> None:
 
 
 def whole(value: object, least: int, most: float = math.inf) -> bool:
-    """Return whether a value of any type is a whole number in a range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -46,7 +46,6 @@ def epochs_for(card: Card, samples: float, least: int = 3, most: int = 200) -> i
 
 
 def at_most(batch_size: int, card: Card) -> int:
-    """Return the batch size, or the whole training split where that is smaller."""
     return min(batch_size, max(card.splits["train"], 1))
 
 

@@ -189,7 +189,6 @@ def entry_of(name: str, text: str, split: str | None) -> Entry | Row:
 
 
 def split_of_list(name: str) -> str | None:
-    """Return the split that a list's own name tells, as of train_img_id_gt.txt."""
     return split_word(LIST.sub(r"\1", PurePosixPath(name).name))
 
 
@@ -308,7 +307,6 @@ def image_of(line: Line) -> np.ndarray:
 
 
 def text_of_codes(codes: bytes) -> tuple[str, str]:
-    """Return (the characters of codes, the first code that is none or "")."""
     parts = [codes[n : n + CODE] for n in range(0, len(codes), CODE)]
     text = [character(code) for code in parts]
     return "".join(text), "" if all(text) else f"0x{parts[text.index('')].hex()}"

@@ -156,7 +156,6 @@ class Beams:
         self.hash = np.where(alive, np.where(new, kept * PRIME + added.astype(np.uint64) + np.uint64(3), kept), FREE)
 
     def best(self) -> list[list[int]]:
-        """Return the places in classes of each line's best text, now that it ends."""
         ranks = np.logaddexp(self.blank, self.char) + self.bonus
         if self.lm is not None:
             ends, _ = self.lm.step(self.state.ravel(), np.full(self.state.size, self.lm.end))

@@ -101,7 +101,6 @@ def count_arcs(symbols: np.ndarray, order: int, size: int) -> tuple[np.ndarray, 
 def smooth(
     keys: np.ndarray, shorter: np.ndarray, counts: np.ndarray, starts: list[int], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return log_probs (arcs,) and back_off (states,), float32."""
     probs, back_off = np.full(len(keys), 1 / size), np.zeros(starts[-2] + 1)
     opening = np.zeros(len(keys), bool)
     for n, (start, stop) in enumerate(pairwise(starts), 1):

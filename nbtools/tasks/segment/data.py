@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,12 @@ def classes_of(source: Source) -> list[tuple[int, str]]:
         seen = {i for i in values if isinstance(i, int)} or {*read_ids(min(masks)).flat}  # which says why there is none
     except Refused as refusal:
         raise PackError(f"{min(masks)}: {refusal}") from None
-    if IGNORE in seen and (ids := sorted(seen - {IGNORE})) and max(ids) >= 2 * len(ids):
+    ids = sorted(seen - {IGNORE})
+    apart = all(after - before >= 16 for before, after in pairwise([*ids, IGNORE]))  # grey, else JPEG's noise near 255
+    if IGNORE in seen and len(ids) > 1 and (apart or (max(ids) >= 240 and len(ids) < 200)):
         came = f"masks have {some([*map(str, ids)])} and 255: are these shades of grey? 255 would be ignored"
         raise PackError(f"{came}; name the ids, classes={{id: name}}, or export masks whose values are ids")
-    return [(int(i), f"class {i:d}") for i in sorted(seen - {IGNORE})]
+    return [(int(i), f"class {i:d}") for i in ids]
 
 
 def read(path: Path, options: Options) -> Sample:
@@ -279,7 +282,6 @@ def require_size(label: Size, image: Size) -> None:
 
 
 def read_ids(path: Path) -> np.ndarray:
-    """Return (h, w) whole numbers."""
     ids = np.asarray(decode_image(path))
     if path.suffix.lower() in (".jpg", ".jpeg") or ids.ndim != 2 or ids.dtype.kind not in "biu":
         rule, fix = "a mask must have one channel of ids, stored without loss", "export it as PNG whose values are ids"

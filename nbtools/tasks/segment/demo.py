@@ -101,7 +101,6 @@ def mask(shapes: Sequence[Shape], height: int, width: int) -> bytes:
 
 
 def polygon_mask(points: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return (H, W) bool: the pixels whose centres a polygon covers."""
     canvas = Image.new("1", (width * FINE, height * FINE))
     ImageDraw.Draw(canvas).polygon((FINE * points).ravel().tolist(), fill=1)
     return np.asarray(canvas)[FINE // 2 :: FINE, FINE // 2 :: FINE]

@@ -129,7 +129,6 @@ class Source:
                 self.rows.append(Row(name, came, rule, fix))
 
     def read_annotations(self, name: str) -> None:
-        """Take the images of a CVAT file that have no other label."""
         try:
             labels, drawings = cvat.read(self.folder / name)
         except Refused as refusal:

@@ -336,7 +336,6 @@ def to_float(image: Tensor) -> Tensor:
 
 
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return (B, C, H, W) as (B, C, *size), bilinear."""
     return images if images.shape[2:] == size else F.interpolate(images, size, mode="bilinear", align_corners=False)
 
 

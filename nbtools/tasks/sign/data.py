@@ -321,7 +321,6 @@ def read_lists(folder: Path, clips: Sequence[str]) -> tuple[dict[str, Ids], Plac
 
 
 def ends_of(clips: Sequence[str], above: str) -> dict[str, list[str]]:
-    """Return every end of a path → the clips below a folder that have it."""
     ends = defaultdict(list)
     for clip in clips:
         parts = compose(clip[: -len(SUFFIX)]).split("/")
