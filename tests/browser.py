@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kernels import LIMIT, until
+from jupyters import LIMIT, until
 from playwright.sync_api import Browser, Locator, Page, ViewportSize, sync_playwright
 
 from nbtools.train import checkpoint

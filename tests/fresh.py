@@ -19,7 +19,7 @@ from typing import Any
 from nbformat import NotebookNode
 
 from notebooks import build
-from tests.kernels import python
+from tests.jupyters import python
 
 COLAB = Path(__file__).parent / "colab"
 PARTS = ("1_data", "2_train", "3_evaluate")

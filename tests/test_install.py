@@ -9,7 +9,7 @@ import pytest
 
 from notebooks import build, execute
 from tests import fresh
-from tests.kernels import STACKS, python, started
+from tests.jupyters import STACKS, python, started
 
 ZIP = "nbtools-main.zip"
 SMOKE = "import sys\n!{sys.executable} -m nbtools train captcha --smoke-test"

@@ -18,7 +18,7 @@ import torch
 import toy
 from acting import refused
 from archives import forked, put, tar_bytes, tree
-from kernels import until
+from jupyters import until
 from packs import pack_of
 
 import nbtools as nb

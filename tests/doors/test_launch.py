@@ -16,7 +16,7 @@ import pytest
 import toy
 from acting import QUIET, beside, last_step, refused, same, texts
 from crew import notes, will
-from kernels import until
+from jupyters import until
 from ranks import together
 from test_run_folder import TRIAL
 

@@ -19,7 +19,7 @@ import torch
 import toy
 from acting import QUIET, refused
 from cases import CASES
-from kernels import until
+from jupyters import until
 from PIL import Image
 from torch import nn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import browser
 import pytest
-from kernels import IPYKERNEL_6, LIMIT, STACKS, Client, over, parent, started
+from jupyters import IPYKERNEL_6, LIMIT, STACKS, Client, over, parent, started
 
 from nbtools.live import view
 from nbtools.live.panel import VIEW

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import browser
-import kernels
+import jupyters
 import nbformat
 import pytest
 import watched
 from browser import Log, Person, saved, text
-from kernels import CLASSIC, LAB, Stack, until
+from jupyters import CLASSIC, LAB, Stack, until
 
 import nbtools as nb
 from nbtools.live import draw, send
@@ -110,8 +110,8 @@ def begun(request, chromium, tmp_path_factory):
     """(a visit from Run all on, how many tests had failed by then)"""
     stack, opened, thorough = request.param
     folder = tmp_path_factory.mktemp(stack.name)
-    with kernels.serving(stack, folder) as address, browser.chromium(chromium) as window:
-        kernels.write(folder / "work" / "captcha.ipynb", cells(400, 100_000))
+    with jupyters.serving(stack, folder) as address, browser.chromium(chromium) as window:
+        jupyters.write(folder / "work" / "captcha.ipynb", cells(400, 100_000))
         visit = Visit(stack, opened, thorough, window, address, folder / "work")
         visit.notebook.open("captcha.ipynb")
         visit.notebook.ready()
@@ -372,9 +372,9 @@ def test_opened_when_its_kernel_is_gone_it_shows_the_picture_and_runs_no_script(
 @pytest.mark.parametrize("stack", [LAB, CLASSIC], ids=lambda stack: stack.name)
 def test_the_same_notebook_ends_without_anybody_clicking(stack, tmp_path):
     (work := tmp_path / "work").mkdir()
-    kernels.write(work / "captcha.ipynb", cells(count=120, epochs=2))
-    command = [kernels.python(stack.kernel), "-c", EXECUTE]
-    done = subprocess.run(command, cwd=work, env=kernels.environment(tmp_path), capture_output=True, text=True)
+    jupyters.write(work / "captcha.ipynb", cells(count=120, epochs=2))
+    command = [jupyters.python(stack.kernel), "-c", EXECUTE]
+    done = subprocess.run(command, cwd=work, env=jupyters.environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     notebook = json.loads((work / "done.ipynb").read_text())
     assert text(notebook, ASKED).split() == ["second", "third", "asked"]

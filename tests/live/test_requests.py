@@ -13,7 +13,7 @@ import pytest
 import toy
 from acting import QUIET, STEPS, acting, asking, beside, interrupted, last_step, refused, same, texts
 from archives import forked
-from kernels import LIMIT, parent, started, until
+from jupyters import LIMIT, parent, started, until
 
 import nbtools as nb
 from nbtools import __main__ as terminal

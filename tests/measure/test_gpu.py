@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from kernels import until
+from jupyters import until
 
 from nbtools.data import cores
 from nbtools.measure import Gpu, Sampler, gpus
