@@ -125,10 +125,9 @@ def backward(state: TrainState, raw: Batch, denominator: float | None) -> Sums:
         loss_sum, count = as_sum(task.loss(state.network, batch, plan), len(raw["id"]))
     held = [] if state.step else vars(task).values()
     own = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
-    steered = {p for each in held for group in getattr(each, "param_groups", ()) for p in group["params"]} | {
-        *state.names
-    }
-    own = [p for p in (*own, *held) if isinstance(p, nn.Parameter) and p.requires_grad and p not in steered]
+    groups = [group for each in held for group in getattr(each, "param_groups", ())]  # of an optimizer of its own
+    trained = {*state.names, *(p for group in groups for p in group["params"])}
+    own = [p for p in (*own, *held) if isinstance(p, nn.Parameter) and p.requires_grad and p not in trained]
     if own and any(g is not None for g in torch.autograd.grad(loss_sum, own, retain_graph=True, allow_unused=True)):
         rule = f"the loss reads parameters that {title_of(task)} holds, which would not be trained"
         raise TrainError(f"{rule}; let its network hold them, or freeze them: requires_grad_(False)")
